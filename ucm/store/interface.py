@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""The contract between the SGLang integration and any store."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+BlockKey = NewType("BlockKey", bytes)
+"""The 16-byte name of a block, unique within its namespace."""
+
+KEY_BYTES = 16
+
+
+class BlockStatus(enum.Enum):
+    """The verdict on one block."""
+
+    DONE = "done"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A key and the host memory it is read from or written into.
+
+    `segments` are contiguous byte views in storage order; their lengths equal
+    the `segment_bytes` of the store's spec. The caller owns the memory and
+    keeps it alive and unchanged until the call that got the block returns.
+    """
+
+    key: BlockKey
+    segments: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """What one store holds: blocks of one shape, for one pool.
+
+    Args:
+        namespace: Relative directory below each storage root; "" is the root itself.
+        segment_bytes: Length of each segment of a block, in order; all positive.
+        identity: 16-byte digest of everything that must match before two
+            processes may share bytes. A stored block of another identity is
+            never loaded.
+    """
+
+    namespace: str
+    segment_bytes: tuple[int, ...]
+    identity: bytes
+
+    def __post_init__(self) -> None:
+        if not self.segment_bytes or min(self.segment_bytes) <= 0:
+            raise ValueError(f"segment sizes must be positive, got {self.segment_bytes}")
+        if len(self.identity) != KEY_BYTES:
+            raise ValueError(f"identity must be {KEY_BYTES} bytes, got {len(self.identity)}")
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.segment_bytes)
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters since the store was opened; blocks unless the name says bytes."""
+
+    loaded: int = 0
+    loaded_bytes: int = 0
+    load_missing: int = 0
+    load_corrupt: int = 0
+    load_failed: int = 0
+    dumped: int = 0
+    dumped_bytes: int = 0
+    dump_failed: int = 0
+    lookup_hit: int = 0
+    lookup_missing: int = 0
+    deadlines_missed: int = 0
+
+
+class KVStore(ABC):
+    """Blocks of one namespace, all of one shape.
+
+    Every method may be called from any thread. Each batch call returns exactly
+    one verdict per entry, in order; one bad block never costs its neighbours.
+    Batch calls return within the store's deadline, and once they have returned
+    nothing touches the segments any more. They raise `StoreUnavailableError`
+    only when the whole store is unusable.
+    """
+
+    spec: StoreSpec
+
+    @abstractmethod
+    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Tell for each key whether a block of the right size is stored."""
+
+    @abstractmethod
+    def load(self, blocks: Sequence[Block]) -> list[BlockStatus]:
+        """Read blocks into their segments.
+
+        A status other than `DONE` leaves the segments in an unspecified state.
+        """
+
+    @abstractmethod
+    def dump(self, blocks: Sequence[Block]) -> list[BlockStatus]:
+        """Store blocks; a key that is stored already counts as `DONE`."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Remove blocks; True where one was removed, absent keys are no error."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[BlockKey]:
+        """Yield the keys of stored blocks of this spec's identity, in no order."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Return a snapshot of the counters."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything within seconds; calling it again does nothing."""

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Everything this repository does, one session each: `nox -l` lists them.
+
+All sessions that need SGLang share one environment, built by `scripts/sglang_environment.py` on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["lint", "tests"]
+nox.options.error_on_external_run = True
+
+REPOSITORY = Path(__file__).resolve().parent
+SGLANG = "0.5.23"
+ENVIRONMENT = REPOSITORY / ".nox" / f"sglang-{SGLANG}"
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Main job: restore a hybrid model's prefix from disk after a restart of the real server."""
+    _run(session, "scripts/demo.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Every test that CI runs: units, patches against the released wheel, and real servers."""
+    _run(session, "-m", "pytest", *(session.posargs or ["tests", "plugins/sglang-cpu/tests", "-m", "not slow"]))
+
+
+@nox.session(venv_backend="none", default=False)
+def unit(session: nox.Session) -> None:
+    """The tests that start no server: a minute or two."""
+    _run(session, "-m", "pytest", "tests/unit", "plugins/sglang-cpu/tests", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def e2e(session: nox.Session) -> None:
+    """Real servers only; name a part to run just that: `nox -s e2e -- mamba`."""
+    words = [word for word in session.posargs if not word.startswith("-")]
+    flags = [flag for flag in session.posargs if flag.startswith("-")]
+    selection = ["-k", " or ".join(words)] if words else []
+    _run(session, "-m", "pytest", "tests/e2e", *selection, *flags)
+
+
+@nox.session(venv_backend="none", default=False)
+def patches(session: nox.Session) -> None:
+    """Check every patch series against the official wheel: applies without fuzz, compiles, reverses."""
+    _run(session, "scripts/check_patches.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def serve(session: nox.Session) -> None:
+    """Serve a tiny hybrid model on this machine's CPU with our backend, until interrupted."""
+    _run(session, "scripts/serve.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Compare with SGLang's `file` backend and with plain files; see benchmarks/README.md."""
+    _run(session, "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Format, style, types, spelling and module boundaries."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"))
+    session.install("--no-deps", "-e", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("typos")
+    session.run("mypy")
+    session.run("lint-imports")
+
+
+def _run(session: nox.Session, *arguments: str) -> None:
+    """Run Python with these arguments in the shared SGLang environment, building that first if needed."""
+    session.run(
+        sys.executable, "scripts/sglang_environment.py", str(ENVIRONMENT), "--sglang", SGLANG, external=True
+    )
+    binaries = str(ENVIRONMENT / "bin")
+    session.run(
+        f"{binaries}/python",
+        *arguments,
+        external=True,
+        env={"PATH": os.pathsep.join([binaries, os.environ["PATH"]]), "VIRTUAL_ENV": str(ENVIRONMENT)},
+    )

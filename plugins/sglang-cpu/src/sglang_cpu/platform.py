@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: MIT
+"""The platform class that SGLang instantiates when `SGLANG_PLATFORM=cpu_reference`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from sglang_cpu import PLATFORM_NAME, hooks
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
+    """A device without kernels of its own: SGLang takes its torch paths, `sglang_cpu.families` supply the rest."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        """Return False: there is no device to pin memory for."""
+        return False
+
+    def get_default_attention_backend(self) -> str:
+        """Return the only attention backend that needs no kernel."""
+        return "torch_native"
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """Return True: the GDN kernels hand out the states that checkpoints are taken from."""
+        return True
+
+    def get_dispatch_key_name(self) -> str:
+        """Return a key no operator knows, so that each one takes `forward_native`.
+
+        `cpu` would select paths written for AMX, some of which end in Triton kernels.
+        """
+        return PLATFORM_NAME
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Refuse to serve when a replacement did not take effect.
+
+        Raises:
+            RuntimeError: SGLang no longer has one of the functions that are replaced. SGLang itself
+                only logs this, and the server would fail later, inside a GPU kernel.
+        """
+        del model
+        hooks.verify()

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 BlockKey = NewType("BlockKey", bytes)
 """The 16-byte name of a block, unique within its namespace."""
@@ -61,6 +63,7 @@ class StoreSpec:
 
     @property
     def block_bytes(self) -> int:
+        """Sum of the segments: what a block's payload takes in storage."""
         return sum(self.segment_bytes)
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT
+"""PosixStoreConfig: the options of the embedded store, parsed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from ucm.store.errors import StoreConfigError
+from ucm.store.options import as_directories, as_int, as_seconds, reject_unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_IO_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PosixStoreConfig:
+    """Options of a PosixStore.
+
+    Args:
+        storage_backends: Storage roots, absolute. Blocks are spread over them by
+            key, so every process must name them in the same order.
+        io_threads: Worker threads of the engine that all stores of a process
+            share; if stores ask for different numbers, the largest counts.
+        load_timeout_s: After this time a load returns with what it has.
+        dump_timeout_s: The same for a dump.
+        lookup_timeout_s: The same for a lookup, a delete, and opening the store.
+    """
+
+    storage_backends: tuple[str, ...]
+    io_threads: int = 8
+    load_timeout_s: float = 5.0
+    dump_timeout_s: float = 30.0
+    lookup_timeout_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        parsed: dict[str, object] = {
+            "storage_backends": as_directories("storage_backends", self.storage_backends),
+            "io_threads": as_int("io_threads", self.io_threads, 1, MAX_IO_THREADS),
+            "load_timeout_s": as_seconds("load_timeout_s", self.load_timeout_s),
+            "dump_timeout_s": as_seconds("dump_timeout_s", self.dump_timeout_s),
+            "lookup_timeout_s": as_seconds("lookup_timeout_s", self.lookup_timeout_s),
+        }
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, object]) -> PosixStoreConfig:
+        """Parse user settings.
+
+        Raises:
+            StoreConfigError: A key is unknown or missing, or a value is wrong.
+        """
+        reject_unknown(raw, OPTION_NAMES, "store option")
+        if "storage_backends" not in raw:
+            raise StoreConfigError(
+                "store option 'storage_backends' is required: the directory to keep blocks in"
+            )
+        return cls(**raw)  # type: ignore[arg-type]  # __post_init__ checks every value.
+
+
+OPTION_NAMES = frozenset(field.name for field in fields(PosixStoreConfig))

@@ -32,8 +32,9 @@ def register() -> None:
     """Register all replacements (entry point group `sglang.srt.plugins`); does nothing on other platforms."""
     if not _selected():
         return
-    from sglang_cpu import hicache
+    from sglang_cpu import hicache, invariant
 
+    invariant.install()
     hicache.install()
     for family in families():
         family.install()

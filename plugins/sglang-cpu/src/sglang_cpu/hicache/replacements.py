@@ -1,6 +1,61 @@
 # SPDX-License-Identifier: MIT
-"""Where HiCache meets the device."""
+"""Where HiCache touches a GPU, and what stands there instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_cpu import hooks
+from sglang_cpu.hicache import transfer
+
+if TYPE_CHECKING:
+    import torch
+
+_POOL_MODULES = (
+    "sglang.srt.mem_cache.memory_pool_host",
+    "sglang.srt.mem_cache.pool_host.dsa",
+    "sglang.srt.mem_cache.pool_host.mamba",
+    "sglang.srt.mem_cache.pool_host.mha",
+    "sglang.srt.mem_cache.pool_host.mla",
+    "sglang.srt.mem_cache.pool_host.unified",
+)
+
+
+class _NeverPinned:
+    """A `pin_memory` attribute that stays False: host pools ask for pinned pages in several places, by default."""
+
+    def __get__(self, instance: object, owner: type) -> bool:
+        return False
+
+    def __set__(self, instance: object, value: bool) -> None:
+        pass
+
+
+def _already_pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    del device
+    return tensor
+
+
+def _nothing_to_register(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
+    del buffer, registration_granularity_bytes
+
+
+def _nothing_to_unregister(buffer: torch.Tensor) -> None:
+    del buffer
 
 
 def install() -> None:
-    """Register HiCache's replacements."""
+    """Register HiCache's replacements.
+
+    SGLang imports the transfer functions on GPU platforms only, so the pool modules lack the names altogether.
+    """
+    import torch
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+    for module in _POOL_MODULES:
+        hooks.define(module, transfer.FUNCTIONS)
+    hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _nothing_to_register)
+    hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_unregister", _nothing_to_unregister)
+    HostKVCache.pin_memory = _NeverPinned()
+    # Some callers do not ask the platform first, among them ScheduleBatch for the mask of tracked mamba states.
+    torch.Tensor.pin_memory = _already_pinned

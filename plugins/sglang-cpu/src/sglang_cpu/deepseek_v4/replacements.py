@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: MIT
+"""Functions with the signatures of SGLang 0.5.23, each in the place of one that launches a GPU kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_cpu.deepseek_v4 import codecs, hyper_connection, indexer, moe, numerics
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.platforms.interface import SRTPlatform
+
+
+def fused_rope_inplace(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    freqs_cis: torch.Tensor,
+    positions: torch.Tensor,
+    inverse: bool = False,
+) -> None:
+    """Rotate `[tokens, heads, rope_dim]` tensors in place."""
+    for x in (q, k):
+        if x is not None:
+            x.copy_(numerics.rotate(x, freqs_cis[positions], inverse=inverse))
+
+
+def fused_q_norm_rope(
+    q_input: torch.Tensor,
+    q_output: torch.Tensor,
+    eps: float | None,
+    freqs_cis: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Normalise each head, unless `eps` is None, and rotate its tail."""
+    q = q_input if eps is None else numerics.rms_norm(q_input, None, eps)
+    q_output.copy_(numerics.rotate_tail(q, freqs_cis[positions]))
+
+
+def fused_norm_rope_inplace(
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    freq_cis: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Normalise rows and rotate their tails in place."""
+    kv.copy_(numerics.rotate_tail(numerics.rms_norm(kv, weight, eps), freq_cis[positions]))
+
+
+def fused_k_norm_rope_flashmla(
+    kv: torch.Tensor,
+    kv_weight: torch.Tensor,
+    eps: float,
+    freqs_cis: torch.Tensor,
+    positions: torch.Tensor,
+    out_loc: torch.Tensor,
+    kvcache: torch.Tensor,
+    page_size: int,
+    **_: object,
+) -> None:
+    """Normalise and rotate rows and store them in KV pages."""
+    rows = numerics.rotate_tail(numerics.rms_norm(kv, kv_weight, eps), freqs_cis[positions])
+    codecs.store_kv(kvcache, out_loc, rows, page_size)
+
+
+def fused_q_indexer_rope_hadamard_quant(
+    q_input: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: float,
+    freqs_cis: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prepare the indexer's queries and head weights."""
+    return indexer.quantize_query(q_input, weight, weight_scale, freqs_cis[positions])
+
+
+def linear_bf16_fp32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Project `x` by the weight `y` into float32."""
+    return numerics.linear(x, y, dtype=torch.float32)
+
+
+def apply_linear(_: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Apply an unquantised linear layer."""
+    return numerics.linear(x, layer.weight, bias)
+
+
+def compute_lm_head(_: Any, hidden_states: torch.Tensor, lm_head: Any, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Return the logits of `hidden_states`."""
+    return numerics.linear(hidden_states, lm_head.weight, dtype=torch.float32)
+
+
+def gate_logits(gate: Any, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Return the router's logits."""
+    return numerics.linear(hidden_states, gate.weight, dtype=torch.float32)
+
+
+def moe_forward_native(
+    layer: Any, x: torch.Tensor, topk_output: StandardTopKOutput, moe_runner_config: Any
+) -> torch.Tensor:
+    """Run the routed experts."""
+    weights, ids, _ = topk_output
+    return moe.experts(x, layer.w13_weight, layer.w2_weight, ids, weights, moe_runner_config.swiglu_limit)
+
+
+def apply_wo_a(o: torch.Tensor, wo_a: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """Project each group of heads `[tokens, groups, dim]` by its own weight `[groups, rank, dim]`."""
+    return torch.einsum("tgd,grd->tgr", o.double(), wo_a.double()).to(o.dtype)
+
+
+def hc_pre(
+    layer: Any,
+    x: torch.Tensor,
+    hc_fn: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    norm: object = None,
+    forward_batch: object = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Return a block's input, how to write back, and that the input is not normalised yet."""
+    del norm, forward_batch
+    mix = hyper_connection.mix(
+        x,
+        hc_fn,
+        hc_scale,
+        hc_base,
+        norm_eps=layer.rms_norm_eps,
+        eps=layer.hc_eps,
+        iterations=layer.hc_sinkhorn_iters,
+    )
+    return hyper_connection.collapse(x, mix.pre), mix.post, mix.blend, False
+
+
+def hc_post(_: Any, x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """Write a block's output back to the streams."""
+    return hyper_connection.expand(x, residual, post, comb)
+
+
+def hc_head(
+    model: Any, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor
+) -> torch.Tensor:
+    """Collapse the streams after the last layer of the target or the draft model."""
+    return hyper_connection.head(x, hc_fn, hc_scale, hc_base, norm_eps=model.rms_norm_eps, eps=model.hc_eps)
+
+
+def get_rope_wrapper(**_: object) -> None:
+    """Return None: the layers rotate with their frequency tables and never call this object."""
+
+
+def reject_out_of_tree_path(platform: SRTPlatform, *, subsystem: str) -> None:
+    """Let an out-of-tree platform reach the DeepSeek V4 pool, which does run on any torch device.
+
+    Raises:
+        NotImplementedError: Another path without a platform seam was reached.
+    """
+    if platform.is_out_of_tree() and subsystem != "the DeepSeek-V4 KV pool":
+        message = f"{type(platform).__name__} cannot serve {subsystem}"
+        raise NotImplementedError(message)

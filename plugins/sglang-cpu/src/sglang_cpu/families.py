@@ -25,6 +25,6 @@ class ModelFamily:
 
 def families() -> tuple[ModelFamily, ...]:
     """Return all families. Importing them must stay cheap: every process of a server does it."""
-    from sglang_cpu import gdn
+    from sglang_cpu import deepseek_v4, gdn
 
-    return (gdn.FAMILY,)
+    return (gdn.FAMILY, deepseek_v4.FAMILY)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""Run the benchmarks: `python -m benchmarks pools --quick`. See benchmarks/README.md."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.results import progress, write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from benchmarks.results import Report
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (a tmpfs of the system's, used below a directory of our own)
+
+
+def main() -> int:
+    """Parse the command line and run what it names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Interleaved comparisons on this machine; results go to benchmarks/results.",
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; default: all of them",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases and pairs: does it run, not how fast"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="where to store, may be repeated; default: one in memory and one on disk",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="of `pools`: just models with TEXT in their name"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="where results are written"
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(BENCHMARKS):
+        parser.error(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {', '.join(BENCHMARKS)}")
+    parents = arguments.directory or _default_parents()
+    for name in arguments.names or BENCHMARKS:
+        progress(f"{name}: started")
+        with _temporary_directories(parents) as directories:
+            report = BENCHMARKS[name](directories, arguments)
+        write_report(report, arguments.output)
+    return 0
+
+
+def _pools(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import pools
+
+    cases = [case for case in pools.CASES if arguments.only.lower() in case.name.lower()]
+    batches = [1, 8] if arguments.quick else [1, 8, 32, 128]
+    budget_s = 0.0 if arguments.quick else 2.0
+    return pools.measure(directories, cases=cases, batches=batches, budget_s=budget_s)
+
+
+BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {"pools": _pools}
+
+
+def _default_parents() -> list[Path]:
+    disk = Path(tempfile.gettempdir())
+    return [MEMORY_DIRECTORY, disk] if MEMORY_DIRECTORY.is_dir() else [disk]
+
+
+@contextmanager
+def _temporary_directories(parents: list[Path]) -> Iterator[list[Path]]:
+    directories = [Path(tempfile.mkdtemp(prefix="ucm-bench-", dir=parent)) for parent in parents]
+    try:
+        yield directories
+    finally:
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

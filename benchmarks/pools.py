@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: MIT
+"""Set, get and exists on SGLang's real host pools: our backend against SGLang's `file` backend."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.backends import FILE, OURS, Backend, transfer
+from benchmarks.host_memory import HostPages
+from benchmarks.machine import describe_filesystem
+from benchmarks.pairs import Contestant, run_pairs
+from benchmarks.plot import draw_speedups
+from benchmarks.results import (
+    Comparison,
+    Report,
+    comparison_details,
+    comparison_table,
+    format_bytes,
+    progress,
+    summarize,
+)
+from ucm.testing.host_pools import (
+    FLASH_COMPRESS_RATIOS,
+    DeepSeekV4Model,
+    DsaModel,
+    HostPools,
+    MambaModel,
+    MhaModel,
+    MlaModel,
+    Model,
+    SwaModel,
+    host_pools,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+LARGE_PAGE_BYTES = 500_000
+LARGE_PAGE_SPEEDUP = 1.5
+PRIMARY = "kv"
+METHOD = """\
+Every line is the same call on the same host memory: `ours` is `UnifiedCacheStore`, the other is SGLang's `file`
+backend, both created by SGLang's factory and called as its cache controller calls them (`file`: the generic
+page functions for the primary KV; both: v2 for sidecars). Keys are new in every turn, host pages are overwritten
+before each get and compared afterwards. A pair is the mean of two turns of opposite order; `speed-up` is the
+time of `file` over ours, pair by pair. `busy`: beside a Python thread that never sleeps, as SGLang's scheduler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model whose pools are measured."""
+
+    name: str
+    model: Model
+    page_tokens: int
+    is_mla: bool = False
+    draft_tokens: int = 0
+
+
+CASES = (
+    Case(name="MHA small", model=MhaModel(layers=4, heads=2, head_dim=64), page_tokens=16),
+    Case(name="MHA large", model=MhaModel(layers=24, heads=8, head_dim=128), page_tokens=64),
+    Case(
+        name="MLA small",
+        model=MlaModel(layers=4, kv_lora_rank=512, qk_rope_head_dim=64),
+        page_tokens=16,
+        is_mla=True,
+    ),
+    Case(
+        name="DSA small",
+        model=DsaModel(layers=4, kv_lora_rank=512, qk_rope_head_dim=64),
+        page_tokens=64,
+        is_mla=True,
+    ),
+    Case(
+        name="DSA large",
+        model=DsaModel(layers=61, kv_lora_rank=512, qk_rope_head_dim=64),
+        page_tokens=64,
+        is_mla=True,
+    ),
+    Case(
+        name="Mamba small",
+        model=MambaModel(
+            anchor=MhaModel(layers=1, heads=2, head_dim=64),
+            linear_layers=3,
+            temporal_shape=(4, 32, 32),
+            conv_shapes=((384, 3),),
+        ),
+        page_tokens=64,
+    ),
+    Case(
+        name="Mamba large",
+        model=MambaModel(
+            anchor=MhaModel(layers=2, heads=4, head_dim=128),
+            linear_layers=3,
+            temporal_shape=(32, 128, 128),
+            conv_shapes=((8192, 3),),
+        ),
+        page_tokens=64,
+    ),
+    Case(name="SWA small", model=SwaModel(full_layers=2, swa_layers=2, heads=2, head_dim=64), page_tokens=16),
+    Case(
+        name="SWA large", model=SwaModel(full_layers=12, swa_layers=12, heads=8, head_dim=64), page_tokens=64
+    ),
+    Case(
+        name="DeepSeek V4 Flash",
+        model=DeepSeekV4Model(compress_ratios=FLASH_COMPRESS_RATIOS, mtp_layers=1),
+        page_tokens=256,
+        is_mla=True,
+        draft_tokens=2,
+    ),
+)
+
+
+def measure(
+    directories: Sequence[Path], *, cases: Sequence[Case], batches: Sequence[int], budget_s: float
+) -> Report:
+    """Compare on every case, batch and directory.
+
+    The largest batch is measured once more on the first directory beside a spinning thread.
+    """
+    torch.set_num_threads(1)  # As SGLang's model runner does where there is a GPU.
+    comparisons: list[Comparison] = []
+    for case in cases:
+        for number, directory in enumerate(directories):
+            comparisons += _measure_case(
+                case, directory, batches, budget_s, label=describe_filesystem(directory)
+            )
+            if number == 0:
+                label = f"{describe_filesystem(directory)}, busy"
+                with _spinning_thread():
+                    comparisons += _measure_case(case, directory, batches[-1:], budget_s, label=label)
+    first = [comparison for comparison in comparisons if "busy" not in comparison.labels["storage"]]
+    return Report(
+        name="pools",
+        title="Set, get and exists on the real host pools, against SGLang's file backend",
+        method=METHOD,
+        verdicts=[summarize(comparisons)],
+        tables=[comparison_table("Comparisons", comparisons)],
+        details={"comparisons": comparison_details(comparisons)},
+        draw=partial(
+            draw_speedups,
+            first,
+            title="Ours against SGLang's file backend",
+            panel="call",
+            row="pool",
+            series="pages",
+        ),
+    )
+
+
+class ModelContestant(Contestant):
+    """One backend working on all pools of a model; a phase is a call and a pool."""
+
+    def __init__(self, backend: Backend, pages: dict[str, HostPages], count: int) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._pages = pages
+        self._count = count
+
+    def prepare(self, phase: str, round_number: int) -> None:
+        """Spoil the host pages that a get has to restore."""
+        del round_number
+        call, pool = _split(phase)
+        if call == "get":
+            self._pages[pool].spoil(self._count)
+
+    def run(self, phase: str, round_number: int) -> object:
+        """Make one call."""
+        call, pool = _split(phase)
+        keys = _keys(round_number, self._count, stored=call != "exists miss")
+        if call.startswith("exists"):
+            return self._backend.restorable_pages(keys)
+        indices = self._pages[pool].first_indices(self._count)
+        if pool == PRIMARY:
+            primary = self._backend.set_primary if call == "set" else self._backend.get_primary
+            return primary(keys, indices)
+        sidecars = self._backend.set_sidecars if call == "set" else self._backend.get_sidecars
+        return sidecars([transfer(pool, keys, indices)])
+
+    def check(self, phase: str, round_number: int, result: object) -> None:
+        """Check the verdicts, and after a get the bytes."""
+        call, pool = _split(phase)
+        expected: object = {
+            "exists hit": self._count,
+            "exists miss": 0,
+            "set": True if pool == PRIMARY else {pool: [True] * self._count},
+            "get": self._count if pool == PRIMARY else {pool: [True] * self._count},
+        }[call]
+        if result != expected:
+            raise AssertionError(
+                f"{self.name}, {phase}, round {round_number}: {result} instead of {expected}"
+            )
+        if call == "get":
+            self._pages[pool].check(self._count)
+
+    def finish(self, round_number: int) -> None:
+        """Free the space of this round."""
+        del round_number
+        self._backend.clear()
+
+
+def _measure_case(
+    case: Case, parent: Path, batches: Sequence[int], budget_s: float, *, label: str
+) -> list[Comparison]:
+    comparisons = []
+    for count in batches:
+        progress(f"pools: {case.name}, {count} pages, {label}")
+        # The assembler makes host pools twice as large as the device pools, and SWA wants more than one page.
+        pools = host_pools(
+            case.model,
+            page_tokens=case.page_tokens,
+            pages=max(4, count),
+            draft_tokens=case.draft_tokens,
+        )
+        with _contestants(case, pools, parent, count) as (ours, other, pages):
+            phases = [
+                *(f"set {name}" for name in reversed(pages)),
+                "exists hit",
+                *(f"get {name}" for name in pages),
+                "exists miss",
+            ]
+            times = run_pairs(ours, other, phases, budget_s=budget_s)
+            for phase, paired in times.items():
+                call, pool = _split(phase)
+                page_bytes = pages[pool].page_bytes if pool else 0
+                comparisons.append(
+                    Comparison(
+                        labels={
+                            "storage": label,
+                            "pool": f"{case.name}: {pool} {format_bytes(page_bytes)}"
+                            if pool
+                            else f"{case.name}: all",
+                            "pages": str(count),
+                            "call": call,
+                        },
+                        other=FILE,
+                        moved_bytes=page_bytes * count,
+                        times=paired,
+                        required_speedup=LARGE_PAGE_SPEEDUP if page_bytes >= LARGE_PAGE_BYTES else 1.0,
+                    )
+                )
+    return comparisons
+
+
+@contextmanager
+def _contestants(
+    case: Case, pools: HostPools, parent: Path, count: int
+) -> Iterator[tuple[ModelContestant, ModelContestant, dict[str, HostPages]]]:
+    pages = {name: HostPages(pools[name], count) for name in pools.names}
+    for pool_pages in pages.values():
+        pool_pages.fill()
+    with ExitStack() as stack:
+        contestants = []
+        for name in (OURS, FILE):
+            directory = Path(tempfile.mkdtemp(prefix=f"ucm-bench-{name}-", dir=parent))
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            backend = Backend(name, pools, directory, is_mla=case.is_mla)
+            stack.callback(backend.close)
+            contestants.append(ModelContestant(backend, pages, count))
+        yield contestants[0], contestants[1], pages
+
+
+@contextmanager
+def _spinning_thread() -> Iterator[None]:
+    """Hold the GIL as often as SGLang's scheduler does: it polls for requests without sleeping."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            pass
+
+    thread = threading.Thread(target=spin, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _split(phase: str) -> tuple[str, str]:
+    if phase.startswith("exists"):
+        return phase, ""
+    call, _, pool = phase.partition(" ")
+    return call, pool
+
+
+def _keys(round_number: int, count: int, *, stored: bool) -> list[str]:
+    """Return page hashes as SGLang makes them: 64 hex digits."""
+    return [hashlib.sha256(f"{round_number} {page} {stored}".encode()).hexdigest() for page in range(count)]

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ucm.cli import patch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 COMMANDS = (patch,)
 

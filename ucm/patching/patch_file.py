@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import unidiff
+import unidiff.errors
+import unidiff.patch
 
 from ucm.patching.errors import PatchConflictError, PatchFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
 GIT_PREFIX = "python/sglang/"
 """Where SGLang's git tree keeps the package; a wheel has `sglang/` alone."""
@@ -54,7 +58,7 @@ class PatchFile:
         """Parse a patch file.
 
         Raises:
-            PatchFormatError: The header is incomplete, or the diff does anything but change lines of existing files.
+            PatchFormatError: The header is incomplete, or the diff does more than change lines of files.
         """
         text = _read_text(path)
         header_text, mark, diff = text.partition("--- a/")
@@ -65,9 +69,8 @@ class PatchFile:
 def replace_hunks(text: str, hunks: Iterable[Hunk], where: str) -> str:
     """Return `text` with every hunk applied.
 
-    A hunk applies where its old lines stand, provided they stand there exactly and nowhere else: line numbers do
-    not matter, so one patch can serve several releases, and nothing is ever applied to a place that merely looks
-    alike.
+    A hunk applies where its old lines stand, provided they stand exactly so in one place only. Line numbers
+    do not matter, so one patch can serve several releases, and no place that merely looks alike is changed.
 
     Raises:
         PatchConflictError: The old lines of a hunk are absent, ambiguous, or before those of an earlier hunk.
@@ -123,12 +126,14 @@ def _parse_header(name: str, text: str) -> dict[str, str]:
 
 def _parse_diff(name: str, diff: str) -> Iterator[tuple[str, tuple[Hunk, ...]]]:
     try:
-        files = unidiff.PatchSet(io.StringIO(diff))
-    except unidiff.UnidiffParseError as error:
+        files = unidiff.patch.PatchSet(io.StringIO(diff))
+    except unidiff.errors.UnidiffParseError as error:
         raise PatchFormatError(f"{name}: not a unified diff: {error}") from error
-    # The parser passes over lines it does not understand, such as those that a wrong line count leaves behind.
+    # The parser passes over lines it does not understand, such as those that a wrong count leaves behind.
     if not files or str(files) != diff:
-        raise PatchFormatError(f"{name}: not a plain unified diff; write the part after the header with `diff -u`")
+        raise PatchFormatError(
+            f"{name}: not a plain unified diff; write the part after the header with `diff -u`"
+        )
     if len({file.path for file in files}) != len(files):
         raise PatchFormatError(f"{name}: a file is there twice")
     for file in files:
@@ -136,11 +141,13 @@ def _parse_diff(name: str, diff: str) -> Iterator[tuple[str, tuple[Hunk, ...]]]:
         if (file.source_file, file.target_file) != (f"a/{GIT_PREFIX}{path}", f"b/{GIT_PREFIX}{path}"):
             raise PatchFormatError(f"{name}: {file.path}: expected a/{GIT_PREFIX}... and the same with b/")
         if not file.is_modified_file or any(line.line_type == "\\" for hunk in file for line in hunk):
-            raise PatchFormatError(f"{name}: {path}: a patch changes lines of existing files and nothing else")
+            raise PatchFormatError(
+                f"{name}: {path}: a patch changes lines of existing files and nothing else"
+            )
         yield path, tuple(_hunk(hunk) for hunk in file)
 
 
-def _hunk(hunk: unidiff.Hunk) -> Hunk:
+def _hunk(hunk: unidiff.patch.Hunk) -> Hunk:
     return Hunk(
         tuple(line.value for line in hunk.source_lines()),
         tuple(line.value for line in hunk.target_lines()),

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucm.patching.errors import PatchFormatError
 from ucm.patching.patch_file import Hunk, PatchFile, replace_hunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SERIES = "series"
 
@@ -82,7 +85,7 @@ def series(directory: Path) -> list[Path]:
     for name in names:
         if not re.fullmatch(r"(\.\./[^/]+/)?[a-z0-9-]+\.patch", name):
             raise PatchFormatError(
-                f"{directory / SERIES}: {name!r} is neither 'name-in-words.patch' nor '../RELEASE/name-in-words.patch'"
+                f"{directory / SERIES}: {name!r}: expected 'in-words.patch' or '../RELEASE/in-words.patch'"
             )
         if not (directory / name).is_file():
             raise PatchFormatError(f"{directory / SERIES}: {name} does not exist")
@@ -95,7 +98,7 @@ def series(directory: Path) -> list[Path]:
 
 
 def patch_sets_directory() -> Path:
-    """Return the directory with one patch set per release: beside this package's code, or in its repository."""
+    """Return the directory with one patch set per release: in the installed package, or its repository."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "patches" / "sglang"
     return installed if installed.is_dir() else package.parent / "patches" / "sglang"

@@ -67,6 +67,22 @@ class StoreSpec:
         return sum(self.segment_bytes)
 
 
+def check_blocks(spec: StoreSpec, blocks: Sequence[Block], *, writable: bool) -> None:
+    """Refuse blocks that do not have the shape of `spec`, before any memory is touched.
+
+    Raises:
+        ValueError: A key or segment has a wrong length, or a segment cannot be written.
+    """
+    for block in blocks:
+        sizes = tuple(segment.nbytes for segment in block.segments)
+        if sizes != spec.segment_bytes or len(block.key) != KEY_BYTES:
+            raise ValueError(
+                f"block {block.key.hex()} has segments of {sizes} bytes, expected {spec.segment_bytes}"
+            )
+        if writable and any(segment.readonly for segment in block.segments):
+            raise ValueError(f"block {block.key.hex()} has a read-only segment")
+
+
 @dataclass(slots=True)
 class StoreStats:
     """Counters since the store was opened; blocks unless the name says bytes."""
@@ -76,12 +92,12 @@ class StoreStats:
     load_missing: int = 0
     load_corrupt: int = 0
     load_failed: int = 0
-    dumped: int = 0
+    dumped: int = 0  # Written; blocks that were stored already do not count.
     dumped_bytes: int = 0
     dump_failed: int = 0
     lookup_hit: int = 0
     lookup_missing: int = 0
-    deadlines_missed: int = 0
+    deadlines_missed: int = 0  # Batches that returned without all their verdicts.
 
 
 class KVStore(ABC):
@@ -91,7 +107,8 @@ class KVStore(ABC):
     one verdict per entry, in order; one bad block never costs its neighbours.
     Batch calls return within the store's deadline, and once they have returned
     nothing touches the segments any more. They raise `StoreUnavailableError`
-    only when the whole store is unusable.
+    only when the whole store is unusable, and `ValueError` for blocks that are
+    not of the store's shape.
     """
 
     spec: StoreSpec

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: MIT
+"""IoEngine: the worker threads that all PosixStores of a process share.
+
+Storage can hang, so no caller touches it: a batch goes to the workers, and the
+caller waits until it is finished or its time is up.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from ucm.store.errors import StoreUnavailableError
+from ucm.store.posix.file_io import Scratch
+from ucm.store.posix.lease import HostLease, LeaseRevokedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sized
+
+THREAD_NAME_PREFIX = "ucm-io"
+_CLOSE_TIMEOUT_S = 2.0
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Urgency(enum.IntEnum):
+    """The order in which waiting batches get workers."""
+
+    READ = 0  # A request waits for it.
+    WRITE = 1
+
+
+class Work(Protocol[T_co]):
+    """What is done for one item of a batch, in a worker."""
+
+    def __call__(self, index: int, scratch: Scratch, lease: HostLease, /) -> T_co:
+        """Handle item `index`; may raise `LeaseRevokedError` once the caller has gone."""
+
+
+class _Batch(Generic[T]):
+    """Items handed out to any number of workers, and one caller waiting for all of them."""
+
+    def __init__(self, count: int, work: Work[T], urgency: Urgency) -> None:
+        self.urgency = urgency
+        self.drained = False  # Nothing is left to hand out.
+        self._work = work
+        self._lease = HostLease()
+        # Shared by the workers: taking the next item is one step under the GIL.
+        self._indices = iter(range(count))
+        self._results: list[T | None] = [None] * count
+        self._unfinished = count
+        self._cancelled = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition(threading.Lock())
+
+    def run(self, scratch: Scratch, more_urgent: Sized) -> None:
+        """Handle items until none is left, the caller has gone, or something is in `more_urgent`."""
+        finished = 0
+        error = None
+        try:
+            for index in self._indices:
+                self._results[index] = self._work(index, scratch, self._lease)
+                finished += 1
+                if self._lease.revoked or more_urgent:
+                    break
+            else:
+                self.drained = True
+        except LeaseRevokedError:
+            self.drained = True
+        except Exception as exc:
+            self.drained = True
+            error = exc
+        with self._changed:
+            self._unfinished -= finished
+            self._error = self._error or error
+            if self._is_over():
+                self._changed.notify()
+
+    def cancel(self) -> None:
+        """Send the caller home with what there is."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify()
+
+    def wait(self, timeout_s: float) -> list[T | None]:
+        """Return the results when all are there or the time is up; None where there is none."""
+        with self._changed:
+            self._changed.wait_for(self._is_over, timeout_s)
+        self.drained = True
+        self._lease.revoke()
+        if self._error:
+            raise self._error
+        return list(self._results)
+
+    def _is_over(self) -> bool:
+        return not self._unfinished or self._cancelled or self._error is not None
+
+
+class IoEngine:
+    """A bounded set of daemon threads working off batches, the urgent ones first.
+
+    Threads start when there is work for them and sleep when there is none. A
+    worker stuck in storage is lost until storage answers; batches then have the
+    others, and fail at their deadlines when there are no others.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._limit = threads
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._queues: tuple[deque[_Batch[Any]], ...] = tuple(deque() for _ in Urgency)
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+
+    def run(
+        self, work: Work[T], count: int, *, urgency: Urgency, timeout_s: float, workers: int | None = None
+    ) -> list[T | None]:
+        """Do `work` for every index below `count`.
+
+        Args:
+            work: Called in worker threads, for several items at once.
+            count: Number of items.
+            urgency: Which batches come first.
+            timeout_s: From now until this call returns, finished or not.
+            workers: How many workers are worth waking; None for all.
+
+        Returns:
+            One result per item, in order; None for an item not finished in time. No
+            worker holds or gets the lease after that.
+
+        Raises:
+            StoreUnavailableError: The engine is closed.
+            Exception: Whatever `work` raised first.
+        """
+        if not count:
+            return []
+        deadline = time.monotonic() + timeout_s
+        batch = _Batch(count, work, urgency)
+        self._submit(batch, min(count, workers or self._limit))
+        return batch.wait(deadline - time.monotonic())
+
+    def grow(self, threads: int) -> None:
+        """Allow at least so many threads."""
+        with self._lock:
+            self._limit = max(self._limit, threads)
+
+    def close(self) -> None:
+        """Cancel all batches and end the threads; one stuck in storage ends when it comes back."""
+        with self._lock:
+            self._closed = True
+            for queue in self._queues:
+                for batch in queue:
+                    batch.cancel()
+                queue.clear()
+            self._wake.notify_all()
+            threads, self._threads = self._threads, []
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _submit(self, batch: _Batch[Any], workers: int) -> None:
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailableError("the store is closed")
+            self._queues[batch.urgency].append(batch)
+            woken = min(workers, self._idle)
+            # Whoever is notified counts as busy from here on, not from when it gets to run.
+            self._idle -= woken
+            self._wake.notify(woken)
+            for _ in range(min(workers - woken, self._limit - len(self._threads))):
+                name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self) -> None:
+        scratch = Scratch()
+        reads = self._queues[Urgency.READ]
+        while (batch := self._next_batch()) is not None:
+            batch.run(scratch, more_urgent=reads if batch.urgency is Urgency.WRITE else ())
+
+    def _next_batch(self) -> _Batch[Any] | None:
+        with self._lock:
+            while not self._closed:
+                for queue in self._queues:
+                    while queue and queue[0].drained:
+                        queue.popleft()
+                    if queue:
+                        return queue[0]
+                self._idle += 1
+                self._wake.wait()
+            return None
+
+
+class SharedEngine:
+    """The one engine of this process: opened with its first user, closed with its last."""
+
+    _lock = threading.Lock()
+    _engine: IoEngine | None = None
+    _users = 0
+
+    @classmethod
+    def acquire(cls, threads: int) -> IoEngine:
+        """Return the engine with room for at least `threads`; pair with one `release`."""
+        with cls._lock:
+            if cls._engine is None:
+                cls._engine = IoEngine(threads)
+            cls._engine.grow(threads)
+            cls._users += 1
+            return cls._engine
+
+    @classmethod
+    def release(cls) -> None:
+        """Give the engine back; the last one ends its threads, within two seconds."""
+        with cls._lock:
+            cls._users -= 1
+            if cls._users:
+                return
+            engine, cls._engine = cls._engine, None
+        if engine is not None:
+            engine.close()

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: MIT
+"""Block files: whole or not at all, exact or refused.
+
+Storage may hang. Calls that can wait for it never hold the lease; see `HostLease`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from ucm.store.errors import BlockCorruptError
+from ucm.store.posix.block_file import (
+    FOOTER_BYTES,
+    check_footer,
+    encode_footer,
+    file_bytes,
+    is_footer_of,
+    payload_checksum,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.interface import Block, BlockKey, StoreSpec
+    from ucm.store.posix.lease import HostLease
+
+_BOUNCE_BYTES = 1024 * 1024
+_FILE_MODE = 0o644
+_ANY_READ_BIT = 0o444
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+class Scratch:
+    """One worker's private memory, reused from block to block.
+
+    Attributes:
+        tail: Room for a footer and one byte more; a file that fills that byte is too long.
+    """
+
+    __slots__ = ("_bounce", "tail")
+
+    def __init__(self) -> None:
+        self.tail = memoryview(bytearray(FOOTER_BYTES + 1))
+        self._bounce: memoryview | None = None
+
+    @property
+    def bounce(self) -> memoryview:
+        """Page-aligned room that a read may hang in for as long as it likes."""
+        if self._bounce is None:
+            self._bounce = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+        return self._bounce
+
+
+def is_stored(path: str, size: int) -> bool:
+    """Tell whether `path` is a readable regular file of exactly `size` bytes.
+
+    Raises:
+        OSError: Storage failed; a missing file or directory is no failure.
+    """
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    mode = found.st_mode
+    return found.st_size == size and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
+
+
+def read_block(
+    path: str, spec: StoreSpec, block: Block, lease: HostLease, scratch: Scratch, in_place_flags: int | None
+) -> None:
+    """Fill the block's segments from `path` and verify them.
+
+    Args:
+        path: The block's file.
+        spec: The store that wants it.
+        block: Its key and segments.
+        lease: Guards the segments.
+        scratch: The calling worker's.
+        in_place_flags: `preadv` flags with which reading never waits for storage, so
+            that the kernel may copy straight into the segments; None if there are none.
+
+    Raises:
+        FileNotFoundError: There is no such block.
+        BlockCorruptError: It is not what was written; the file has been removed.
+        LeaseRevokedError: The caller no longer waits.
+        OSError: Storage failed.
+    """
+    # O_NONBLOCK has no meaning for files, but opening a FIFO without it would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        buffers = [*block.segments, scratch.tail]
+        done = 0
+        if in_place_flags is not None:
+            with lease:
+                done = _read_in_place(descriptor, buffers, in_place_flags)
+        wanted = file_bytes(spec)
+        if done < wanted:
+            done = _read_staged(descriptor, buffers, done, lease, scratch.bounce)
+        if done != wanted:
+            length = "longer" if done > wanted else "shorter"
+            raise BlockCorruptError(f"{length} than {wanted} bytes")
+        with lease:
+            checksum = payload_checksum(block.segments)
+        check_footer(scratch.tail[:FOOTER_BYTES], spec, block.key, checksum)
+    except BlockCorruptError:
+        # Kept, it would fail every later request; removed, the next dump writes it anew.
+        _remove_if_same(path, descriptor)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _read_in_place(descriptor: int, buffers: Sequence[memoryview], flags: int) -> int:
+    """Read what can be had at once, which may be nothing; return how many bytes."""
+    try:
+        return os.preadv(descriptor, buffers, 0, flags)
+    except BlockingIOError:
+        return 0
+    except OSError as exc:
+        if exc.errno != errno.EOPNOTSUPP:
+            raise
+        return 0  # Another file system is mounted below the root.
+
+
+def _read_staged(
+    descriptor: int, buffers: Sequence[memoryview], done: int, lease: HostLease, bounce: memoryview
+) -> int:
+    """Continue at offset `done` through `bounce`; return the offset reached at the end of file or buffers."""
+    for view in _unfilled(buffers, done):
+        filled = 0
+        while filled < view.nbytes:
+            piece = bounce[: view.nbytes - filled]
+            count = os.preadv(descriptor, [piece], done)
+            if count == 0:
+                return done
+            with lease:
+                view[filled : filled + count] = piece[:count]
+            filled += count
+            done += count
+    return done
+
+
+def _unfilled(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of `buffers` after their first `done` bytes."""
+    left = []
+    for buffer in buffers:
+        skipped = min(done, buffer.nbytes)
+        done -= skipped
+        if skipped < buffer.nbytes:
+            # The cast lets views of ctypes arrays ("<B") take slices of other memory.
+            left.append(buffer.cast("B")[skipped:])
+    return left
+
+
+def _remove_if_same(path: str, descriptor: int) -> None:
+    """Unlink `path` unless another file took the place of the open one."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            os.unlink(path)
+
+
+def write_block(path: str, temp: str, spec: StoreSpec, block: Block, lease: HostLease) -> None:
+    """Write the block to `temp` and rename it to `path`, or leave nothing behind.
+
+    The rename happens only while the caller still waits: later it may already have
+    changed the segments. A `pwritev` stuck in storage can still be reading
+    them then, into a file that nobody will ever see.
+
+    Raises:
+        LeaseRevokedError: The caller no longer waits.
+        OSError: Storage failed.
+    """
+    with lease:
+        footer = encode_footer(spec, block.key, payload_checksum(block.segments))
+    descriptor = _create(temp)
+    try:
+        try:
+            _write_all(descriptor, [*block.segments, memoryview(footer)], lease)
+        finally:
+            os.close(descriptor)  # Network file systems report a full disk here.
+        lease.check()
+        try:
+            os.rename(temp, path)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.rename(temp, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temp)
+        raise
+
+
+def _create(temp: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(temp, flags, _FILE_MODE)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(temp), exist_ok=True)
+        return os.open(temp, flags, _FILE_MODE)
+
+
+def _write_all(descriptor: int, buffers: Sequence[memoryview], lease: HostLease) -> None:
+    total = sum(buffer.nbytes for buffer in buffers)
+    done = os.pwritev(descriptor, buffers, 0)
+    while done < total:
+        # A short write has no reason to give; the next one brings the error, a full disk mostly.
+        lease.check()
+        done += os.pwritev(descriptor, _unfilled(buffers, done), done)
+
+
+def is_block_of(path: str, spec: StoreSpec, key: BlockKey) -> bool:
+    """Tell by its size and footer whether `path` is a block of `spec`; does not read the payload."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        if os.fstat(descriptor).st_size != file_bytes(spec):
+            return False
+        return is_footer_of(os.pread(descriptor, FOOTER_BYTES, spec.block_bytes), spec, key)
+    finally:
+        os.close(descriptor)
+
+
+def prepare_directory(directory: str, probe: str) -> int | None:
+    """Create `directory`, prove that files can be written in it, and say how they can be read.
+
+    Args:
+        directory: To be created with its parents.
+        probe: A file to write and remove again, below `directory`.
+
+    Returns:
+        The `in_place_flags` for `read_block`.
+
+    Raises:
+        OSError: It cannot be created or written.
+    """
+    os.makedirs(directory, exist_ok=True)
+    os.makedirs(os.path.dirname(probe), exist_ok=True)
+    descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+    try:
+        os.pwrite(descriptor, b"probe", 0)
+        if _file_system_of(descriptor) in _MEMORY_FILE_SYSTEMS:
+            return 0
+        try:
+            os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return os.RWF_NOWAIT
+        except OSError as exc:
+            if exc.errno != errno.EOPNOTSUPP:
+                raise
+            return None
+        return os.RWF_NOWAIT
+    finally:
+        os.close(descriptor)
+        os.unlink(probe)
+
+
+def _file_system_of(descriptor: int) -> str:
+    """Return the file system's type by the device number; "" if it is not listed."""
+    device = os.fstat(descriptor).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            mount, _, file_system = line.partition(" - ")
+            if mount.split()[2] == wanted:
+                return file_system.split()[0]
+    return ""

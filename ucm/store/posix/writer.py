@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: MIT
+"""Names for files in preparation, and the removal of those whose writer has died."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import time
+from functools import cache
+
+# Far beyond any dump deadline: a file this old is nobody's, whatever machine its writer was on.
+_ORPHAN_AGE_S = 3600.0
+# More than a crash leaves behind; the rest waits for the next start.
+_MAX_REMOVALS = 10_000
+
+_sequence = itertools.count()
+
+
+def new_writer_name() -> str:
+    """Return a name no other file in preparation has, on any machine: `<place>-<pid>-<random>-<n>`."""
+    return f"{_place()}-{os.getpid()}-{_token()}-{next(_sequence)}"
+
+
+def remove_orphans(directory: str) -> int:
+    """Remove the files in preparation whose writers are gone; return how many.
+
+    A writer on this machine and in this PID namespace is asked for by its process
+    id. Any other is gone when its file is an hour old.
+    """
+    removed = 0
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return 0
+    for name in names[:_MAX_REMOVALS]:
+        path = f"{directory}/{name}"
+        with contextlib.suppress(OSError):
+            if _is_orphan(path, name):
+                os.unlink(path)
+                removed += 1
+    return removed
+
+
+def _is_orphan(path: str, name: str) -> bool:
+    place, _, rest = name.rpartition(".")[2].partition("-")
+    pid = rest.partition("-")[0]
+    if place == _place() and pid.isdecimal():
+        return not _is_alive(int(pid))
+    return time.time() - os.stat(path).st_mtime > _ORPHAN_AGE_S
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@cache
+def _place() -> str:
+    """Return what must be equal for a process id to mean the same process."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot[:8]}{os.stat('/proc/self/ns/pid').st_ino:x}"
+
+
+@cache
+def _token() -> str:
+    return secrets.token_hex(4)

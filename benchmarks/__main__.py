@@ -71,7 +71,24 @@ def _pools(directories: list[Path], arguments: argparse.Namespace) -> Report:
     return pools.measure(directories, cases=cases, batches=batches, budget_s=budget_s)
 
 
-BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {"pools": _pools}
+def _restore_v4(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import restore_v4
+
+    return restore_v4.measure(directories, budget_s=0.0 if arguments.quick else 20.0)
+
+
+def _checksum(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import checksum
+
+    sizes = checksum.PAGE_BYTES[::3] if arguments.quick else checksum.PAGE_BYTES
+    return checksum.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 5.0)
+
+
+BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
+    "pools": _pools,
+    "restore_v4": _restore_v4,
+    "checksum": _checksum,
+}
 
 
 def _default_parents() -> list[Path]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The raw memory of host pages: fill it, spoil it, and check what came back."""
+"""Pages in memory: fill them, spoil them, and check what came back."""
 
 from __future__ import annotations
 
@@ -9,33 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 
 
-class HostPages:
-    """Some pages of a host pool, in an order of their own as a busy allocator hands them out.
+class Pages:
+    """Pages of equal size, each one or more ranges of raw memory (address, bytes)."""
 
-    A pool without bytes (a logical anchor) has pages of 0 bytes.
-    """
-
-    def __init__(self, pool: Any, count: int) -> None:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
-        self.page_tokens = int(pool.page_size)
-        self.indices = torch.cat(
-            [torch.arange(page * self.page_tokens, (page + 1) * self.page_tokens) for page in order]
-        )
-        self._ranges = _page_ranges(pool, self.indices, count)
-        self.page_bytes = sum(length for _, length in self._ranges[0])
+    def __init__(self, ranges: list[list[tuple[int, int]]]) -> None:
+        self._ranges = ranges
         self._digests: list[int] = []
+        self.page_bytes = sum(length for _, length in ranges[0])
 
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def first_indices(self, count: int) -> torch.Tensor:
-        """Return the host indices of the first pages, one per token, as SGLang passes them."""
-        return self.indices[: count * self.page_tokens]
-
     def views(self, page: int) -> list[memoryview]:
-        """Return the byte ranges of one page, in storage order."""
+        """Return the ranges of one page, in storage order."""
         return [
             memoryview((ctypes.c_char * length).from_address(address)).cast("B")
             for address, length in self._ranges[page]
@@ -68,8 +57,36 @@ class HostPages:
         return digest.intdigest()
 
 
-def _page_ranges(pool: Any, indices: torch.Tensor, count: int) -> list[list[tuple[int, int]]]:
-    if getattr(pool, "kv_buffer", None) is None and getattr(pool, "size_per_token", 0) == 0:
+class HostPages(Pages):
+    """Pages of one of SGLang's host pools, in no order, as a busy allocator hands them out.
+
+    A pool without bytes (a logical anchor) has pages of 0 bytes.
+    """
+
+    def __init__(self, pool: Any, count: int) -> None:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
+        self._page_tokens = int(pool.page_size)
+        self._indices = torch.cat(
+            [torch.arange(page * self._page_tokens, (page + 1) * self._page_tokens) for page in order]
+        )
+        super().__init__(_pool_ranges(pool, self._indices, count))
+
+    def first_indices(self, count: int) -> torch.Tensor:
+        """Return the host indices of the first pages, one per token, as SGLang passes them."""
+        return self._indices[: count * self._page_tokens]
+
+
+class PrivatePages(Pages):
+    """Pages in memory of their own, one range each."""
+
+    def __init__(self, page_bytes: int, count: int) -> None:
+        self._memory = np.zeros(page_bytes * count, dtype=np.uint8)
+        start = self._memory.ctypes.data
+        super().__init__([[(start + page * page_bytes, page_bytes)] for page in range(count)])
+
+
+def _pool_ranges(pool: Any, indices: torch.Tensor, count: int) -> list[list[tuple[int, int]]]:
+    if isinstance(pool, LogicalHostPool):
         return [[] for _ in range(count)]
     addresses, sizes = pool.get_page_buffer_meta(indices)
     parts = len(addresses) // count

@@ -84,6 +84,12 @@ def run_pairs(
     return times
 
 
+def expect(found: object, expected: object, what: str) -> None:
+    """Raise `AssertionError` unless both are equal."""
+    if found != expected:
+        raise AssertionError(f"{what}: {found} instead of {expected}")
+
+
 def _turn(
     order: tuple[Contestant, Contestant], phases: Sequence[str], round_number: int
 ) -> dict[tuple[Contestant, str], float]:

@@ -49,11 +49,12 @@ LARGE_PAGE_BYTES = 500_000
 LARGE_PAGE_SPEEDUP = 1.5
 PRIMARY = "kv"
 METHOD = """\
-Every line is the same call on the same host memory: `ours` is `UnifiedCacheStore`, the other is SGLang's `file`
-backend, both created by SGLang's factory and called as its cache controller calls them (`file`: the generic
-page functions for the primary KV; both: v2 for sidecars). Keys are new in every turn, host pages are overwritten
-before each get and compared afterwards. A pair is the mean of two turns of opposite order; `speed-up` is the
-time of `file` over ours, pair by pair. `busy`: beside a Python thread that never sleeps, as SGLang's scheduler."""
+Every line is the same call on the same host memory: `ours` is `UnifiedCacheStore`, the other is SGLang's
+`file` backend, both created by SGLang's factory and called as its cache controller calls them (`file`:
+the generic page functions for the primary KV; both: v2 for sidecars). Keys are new in every turn, host
+pages are overwritten before each get and compared afterwards. A pair is the mean of two turns of
+opposite order; `speed-up` is the time of `file` over ours, pair by pair. `busy`: beside a Python thread
+that never sleeps, as SGLang's scheduler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

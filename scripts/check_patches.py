@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: MIT
+"""Check the patch sets against the official SGLang releases.
+
+For each release: the series and the files match one to one, every header is complete and names a test that
+exists, the patches apply in order with nothing but exact context, the result compiles, and undoing them gives
+back the same bytes.
+
+    python scripts/check_patches.py                   # all releases; their wheels are downloaded once
+    python scripts/check_patches.py 0.5.23 --wheel sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl
+    python scripts/check_patches.py 0.5.23 --needed   # each patch's test must fail without the patch
+
+`--needed` takes the SGLang that this Python imports, so it works on one release.
+"""
+
+# A command prints.
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from ucm.patching.errors import PatchingError
+from ucm.patching.patch_set import PatchSet, patch_sets_directory, supported_versions
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WHEELS = REPOSITORY / ".nox" / "wheels"
+
+WITHOUT_PATCH = "UCM_TEST_WITHOUT_PATCH"
+"""Environment variable: tests that use a patched SGLang leave this patch out."""
+
+
+def main() -> int:
+    """Check, print one line a release and one a problem, and return the exit status."""
+    arguments = _parse_arguments()
+    return 1 if sum(not _is_good(version, arguments) for version in arguments.versions) else 0
+
+
+def check_tests_exist(patch_set: PatchSet) -> None:
+    """Check that the test named by each patch is in the repository.
+
+    Raises:
+        PatchingError: One is not.
+    """
+    for patch in patch_set.patches:
+        file, _, function = patch.header["Test"].partition("::")
+        path = REPOSITORY / file
+        if not path.is_file() or f"def {function}(" not in path.read_text(encoding="utf-8"):
+            raise PatchingError(f"{patch.name}: there is no test {patch.header['Test']}")
+
+
+def check_release(patch_set: PatchSet, package: Path | zipfile.Path) -> None:
+    """Check a set against the `sglang` package of its release.
+
+    Raises:
+        PatchingError: A patch does not apply, what it makes does not compile, or it cannot be undone.
+    """
+    for path in patch_set.paths:
+        file = package / path
+        if not file.is_file():
+            raise PatchingError(f"SGLang {patch_set.version} has no {path}")
+        pristine = file.read_bytes()
+        patched = patch_set.apply(path, pristine)
+        try:
+            compile(patched, path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise PatchingError(f"{path} does not compile when patched: {error}") from error
+        if patch_set.revert(path, patched) != pristine:
+            raise PatchingError(f"{path} differs from the release after the patches are undone")
+
+
+def check_needed(patch_set: PatchSet) -> None:
+    """Check that each patch's test passes with the patch and fails without it.
+
+    Raises:
+        PatchingError: It does not.
+    """
+    for patch in patch_set.patches:
+        for without in ("", patch.name):
+            result = subprocess.run(  # The command is ours.
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", patch.header["Test"]],
+                cwd=REPOSITORY,
+                env={**os.environ, WITHOUT_PATCH: without},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            # 1 is pytest's status for failing tests; others say that it could not run them.
+            if result.returncode != (1 if without else 0):
+                state = "without" if without else "with"
+                raise PatchingError(
+                    f"{patch.name}: pytest {patch.header['Test']} {state} the patch returned "
+                    f"{result.returncode}:\n{result.stdout[-2000:]}"
+                )
+        print(f"SGLang {patch_set.version}: {patch.name} is needed")
+
+
+def _is_good(version: str, arguments: argparse.Namespace) -> bool:
+    try:
+        patch_set = PatchSet.read(patch_sets_directory() / version)
+        check_tests_exist(patch_set)
+        check_release(patch_set, _package(version, arguments.wheel, arguments.tree))
+        if arguments.needed:
+            check_needed(patch_set)
+    except PatchingError as error:
+        print(f"SGLang {version}: {error}", file=sys.stderr)
+        return False
+    print(f"SGLang {version}: {len(patch_set.patches)} patches, {len(patch_set.paths)} files: good")
+    return True
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check the patch sets against the official SGLang releases.")
+    supported = supported_versions(patch_sets_directory())
+    parser.add_argument(
+        "versions", nargs="*", metavar="VERSION", help=f"default: all ({', '.join(supported)})"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--wheel", type=Path, help="SGLang's wheel of the one VERSION given")
+    where.add_argument("--tree", type=Path, help="directory that has its `sglang` package")
+    parser.add_argument("--needed", action="store_true", help="also run each patch's test without the patch")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.versions) - set(supported):
+        parser.error(
+            f"no patches for {', '.join(sorted(unknown))}; there are patches for {', '.join(supported)}"
+        )
+    if (arguments.wheel or arguments.tree or arguments.needed) and len(arguments.versions) != 1:
+        parser.error("--wheel, --tree and --needed want exactly one VERSION")
+    arguments.versions = arguments.versions or supported
+    return arguments
+
+
+def _package(version: str, wheel: Path | None, tree: Path | None) -> Path | zipfile.Path:
+    if tree is not None:
+        return tree / "sglang"
+    if wheel is None:
+        wheel = _downloaded(version)
+    if not wheel.name.startswith(f"sglang-{version}-"):
+        raise PatchingError(f"{wheel.name} is not SGLang {version}")
+    return zipfile.Path(wheel, "sglang/")
+
+
+def _downloaded(version: str) -> Path:
+    """Return the release's wheel, for any platform, as its Python files are the same in all."""
+    directory = WHEELS / version
+    if not any(directory.glob("*.whl")):
+        # Python 3.11, because from 0.5.11 there is one wheel a Python version, and none for older ones.
+        options = ["--no-deps", "--only-binary=:all:", "--python-version=3.11", f"--dest={directory}"]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", *options, f"sglang=={version}"]
+        if subprocess.run(command, check=False).returncode:  # The command is ours.
+            raise PatchingError("the wheel could not be downloaded; give it with --wheel")
+    return next(directory.glob("*.whl"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: MIT
+"""Make `--hicache-storage-backend unifiedcache` known to an unpatched SGLang.
+
+SGLang calls `register` through the entry point group `sglang.srt.plugins` (0.5.11 and later), early in every
+process. Each hook here does what one patch in `patches/sglang` does; on a patched SGLang none is registered.
+SGLang is imported by the functions only: whatever imports this module may be without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "unifiedcache"
+
+
+@functools.cache
+def register() -> None:
+    """Register the hooks with SGLang, which applies them afterwards."""
+    if _is_patched():
+        logger.debug("this SGLang knows %s: no hooks needed", BACKEND)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", accept_on_the_command_line)
+    HookRegistry.register(
+        "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility", switch_to_page_first
+    )
+    # A scheduler process registers from within this module. Applying the hooks below imports controllers and
+    # memory pools, which other processes do without.
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+        StorageBackendFactory.register_backend(
+            BACKEND, "ucm.integration.sglang.unifiedcache_store", "UnifiedCacheStore"
+        )
+        HookRegistry.register(
+            "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend",
+            construct,
+            HookType.AROUND,
+        )
+        HookRegistry.register(
+            "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
+            use_zero_copy_page_functions,
+        )
+        HookRegistry.register(
+            "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.should_backup",
+            write_draft_pools_on_every_rank,
+        )
+
+
+def _is_patched() -> bool:
+    """Tell whether SGLang's factory knows the backend by itself, without importing the factory."""
+    import sglang.srt.plugins
+
+    factory = Path(sglang.srt.plugins.__file__).parents[1] / "mem_cache" / "storage" / "backend_factory.py"
+    return f'"{BACKEND}"' in factory.read_text(encoding="utf-8")
+
+
+def _harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep SGLang running, and its own result, if a hook fails."""
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 # Whatever SGLang's function takes and returns.
+        try:
+            return hook(*args, **kwargs)
+        except Exception:
+            logger.exception("%s failed; SGLang goes on without it", hook.__name__)
+            return None
+
+    return call
+
+
+# Hooks that run after SGLang's function get its result before its arguments; None keeps the result.
+
+
+@_harmless
+def accept_on_the_command_line(_result: None, parser: argparse.ArgumentParser) -> None:
+    """Add our name to the choices of `--hicache-storage-backend`."""
+    for action in parser._actions:  # noqa: SLF001 # argparse has no other way to an option.
+        if "--hicache-storage-backend" in action.option_strings:
+            action.choices = [*(action.choices or ()), BACKEND]
+
+
+@_harmless
+def switch_to_page_first(_result: None, server_args: ServerArgs) -> None:
+    """Replace the layer_first host layout, in which a page is not contiguous."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    settings = resolving_view(server_args)
+    if settings.hicache_storage_backend != BACKEND or settings.hicache_mem_layout != "layer_first":
+        return
+    # Other I/O backends have no such layout; attaching will refuse them.
+    layout = {"direct": "page_first_direct", "kernel": "page_first"}.get(settings.hicache_io_backend)
+    if layout is not None:
+        declare_resolution(server_args, "switch_to_page_first", hicache_mem_layout=layout)
+        logger.warning(
+            "%s does not work with the layer_first layout; using %s, as the io backend is %s",
+            BACKEND,
+            layout,
+            settings.hicache_io_backend,
+        )
+
+
+def construct(
+    original: Callable[..., HiCacheStorage],
+    factory: type[StorageBackendFactory],
+    backend_name: str,
+    backend_class: type[HiCacheStorage],
+    storage_config: HiCacheStorageConfig,
+    mem_pool_host: Any,  # noqa: ANN401 # Untyped in SGLang as well.
+) -> HiCacheStorage:
+    """Construct our store, where SGLang has one branch for every name it knows."""
+    if backend_name == BACKEND:
+        return backend_class(storage_config, mem_pool_host)
+    return original(factory, backend_name, backend_class, storage_config, mem_pool_host)
+
+
+@_harmless
+def use_zero_copy_page_functions(_result: None, controller: HiCacheController, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    """Let v1 calls reach our store, which reads and writes host pages in place.
+
+    The I/O threads run by now but have nothing to do: attaching and queueing happen in the same thread.
+    """
+    if controller.storage_backend_type == BACKEND:
+        controller.page_get_func = controller._page_get_zero_copy  # noqa: SLF001 # As SGLang does for its own.
+        controller.page_set_func = controller._page_set_zero_copy  # noqa: SLF001
+
+
+@_harmless
+def write_draft_pools_on_every_rank(
+    result: bool, controller: HybridCacheController, transfer: PoolTransfer
+) -> bool:
+    """Back up draft pools of multi-head attention on every rank: each holds its own heads."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    if result or controller.storage_backend_type != BACKEND:
+        return result
+    if transfer.name not in (PoolName.DRAFT, PoolName.DRAFT_SWA):
+        return result
+    entry = controller.mem_pool_host.entry_map.get(transfer.name)
+    return entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)

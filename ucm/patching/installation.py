@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import json
 import subprocess
@@ -108,10 +109,11 @@ def _package_directory(distribution: metadata.Distribution) -> Path:
 
 
 def _installation(distribution: metadata.Distribution, package: Path) -> Installation:
+    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     recorded = {
-        file.relative_to("sglang").as_posix(): file.hash.value
-        for file in distribution.files or ()
-        if file.parts[0] == "sglang" and file.hash is not None and file.hash.mode == "sha256"
+        path.removeprefix("sglang/"): digest.removeprefix("sha256=")
+        for path, digest, _size in rows
+        if path.startswith("sglang/") and digest.startswith("sha256=")
     }
     # Resolved, so that what is written beside the package is on its file system.
     return Installation(distribution.version, package.resolve(), recorded)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def series(directory: Path) -> list[Path]:
         raise PatchFormatError(f"{directory} has no file named {SERIES!r}") from error
     names = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     for name in names:
-        if not re.fullmatch(r"(\.\./[^/]+/)?[a-z0-9-]+\.patch", name):
+        if not re.fullmatch(r"(\.\./\d[^/]*/)?[a-z0-9-]+\.patch", name):
             raise PatchFormatError(
                 f"{directory / SERIES}: {name!r}: expected 'in-words.patch' or '../RELEASE/in-words.patch'"
             )
@@ -111,15 +112,10 @@ def supported_versions(root: Path) -> list[str]:
 
 def nearest_version(version: str, supported: Sequence[str]) -> str:
     """Return the supported release that is closest to `version`; of two as close, the newer one."""
-    wanted = _release(version)
-
-    def distance(candidate: str) -> list[int]:
-        return [abs(left - right) for left, right in zip(_release(candidate), wanted, strict=True)]
-
-    return min(reversed(supported), key=distance)
+    return min(reversed(supported), key=lambda candidate: abs(_release(candidate) - _release(version)))
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, "0.5.10.post1" as (0, 5, 10, 1), filled up to four."""
+def _release(version: str) -> int:
+    """Return a version as one number: "0.5.10.post1" as 0_005_010_001."""
     numbers = [int(number) for number in re.findall(r"\d+", version)][:4]
-    return tuple(numbers + [0] * (4 - len(numbers)))
+    return functools.reduce(lambda total, number: total * 1000 + number, numbers + [0] * (4 - len(numbers)))

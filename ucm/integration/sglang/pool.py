@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT
+"""One host pool of SGLang, bound to the one store that keeps its pages."""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from ucm.integration.sglang.errors import UnsupportedPoolError
+from ucm.integration.sglang.namespace import block_keys
+from ucm.integration.sglang.page_access import flat_page
+from ucm.integration.sglang.restorable import leading_pages
+from ucm.store.interface import Block, BlockStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ucm.integration.sglang.page_access import Page, PageAccess
+    from ucm.integration.sglang.sglang_compat import HostPool
+    from ucm.store.interface import BlockKey, KVStore, StoreStats
+
+logger = logging.getLogger(__name__)
+
+PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
+
+# A prefix that is not stored at all is found out with few lookups.
+_FIRST_LOOKUP_PAGES = 8
+_DELETE_BLOCKS = 1024
+
+
+class Pool(Protocol):
+    """A host pool as the connector uses it; every batch method returns one entry per page, in order.
+
+    Attributes:
+        name: SGLang's name of the pool.
+        host_pool: SGLang's pool itself.
+        moves_bytes: False for a pool that owns indices only.
+    """
+
+    name: str
+    host_pool: HostPool
+    moves_bytes: bool
+
+    def lookup(self, page_hashes: Sequence[str]) -> list[bool]:
+        """Tell for each page whether it is stored."""
+        ...
+
+    def leading_pages(self, page_hashes: Sequence[str]) -> int:
+        """Return how many pages are stored before the first one that is not."""
+        ...
+
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+        """Restore pages into the pool.
+
+        Args:
+            page_hashes: One hash per page.
+            host_indices: All host indices of the pages. With any other number
+                of them, every page is `FAILED`.
+        """
+        ...
+
+    def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+        """Store pages of the pool; arguments like `load`."""
+        ...
+
+    def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
+        """Restore pages into flat tensors outside the pool, one per page."""
+        ...
+
+    def dump_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
+        """Store pages from flat tensors outside the pool, one per page."""
+        ...
+
+    def new_flat_page(self) -> torch.Tensor:
+        """Return memory for one flat page."""
+        ...
+
+    def clear(self) -> None:
+        """Remove every block of this pool and model, whatever rank wrote it."""
+        ...
+
+    def stats(self) -> StoreStats | None:
+        """Return the store's counters, or None where nothing is stored."""
+        ...
+
+    def close(self) -> None:
+        """Give up the store; later calls find nothing."""
+        ...
+
+
+class RegisteredPool:
+    """A pool that moves bytes.
+
+    Args:
+        name: SGLang's name of the pool.
+        host_pool: The pool itself.
+        access: How its pages meet the store.
+        key_suffix: Text that turns a page hash into the name of a block.
+        store: The pool's own store; closed with the pool.
+    """
+
+    moves_bytes = True
+
+    def __init__(
+        self, *, name: str, host_pool: HostPool, access: PageAccess, key_suffix: str, store: KVStore
+    ) -> None:
+        self.name = name
+        self.host_pool = host_pool
+        self.store = store
+        self._access = access
+        self._key_suffix = key_suffix
+
+    def lookup(self, page_hashes: Sequence[str]) -> list[bool]:
+        """See `Pool`."""
+        return self.store.lookup(self._keys(page_hashes))
+
+    def leading_pages(self, page_hashes: Sequence[str]) -> int:
+        """See `Pool`."""
+        first = leading_pages(self.lookup(page_hashes[:_FIRST_LOOKUP_PAGES]))
+        rest = page_hashes[_FIRST_LOOKUP_PAGES:]
+        if first < _FIRST_LOOKUP_PAGES or not rest:
+            return first
+        return first + leading_pages(self.lookup(rest))
+
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+        """See `Pool`."""
+        statuses: list[BlockStatus] = []
+        for hashes, indices in self._batches(page_hashes, host_indices):
+            pages = self._access.incoming(indices)
+            verdicts = self.store.load(self._blocks(hashes, pages))
+            self._access.publish(indices, pages, verdicts)
+            statuses += verdicts
+        return statuses or [BlockStatus.FAILED] * len(page_hashes)
+
+    def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+        """See `Pool`."""
+        statuses: list[BlockStatus] = []
+        for hashes, indices in self._batches(page_hashes, host_indices):
+            statuses += self.store.dump(self._blocks(hashes, self._access.outgoing(indices)))
+        return statuses or [BlockStatus.FAILED] * len(page_hashes)
+
+    def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
+        """See `Pool`."""
+        return self.store.load(self._blocks(page_hashes, self._split(flat_pages)))
+
+    def dump_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
+        """See `Pool`."""
+        contiguous = [page.contiguous() for page in flat_pages]
+        return self.store.dump(self._blocks(page_hashes, self._split(contiguous)))
+
+    def new_flat_page(self) -> torch.Tensor:
+        """See `Pool`."""
+        return self.host_pool.get_dummy_flat_data_page()
+
+    def clear(self) -> None:
+        """See `Pool`."""
+        keys = self.store.scan()
+        while batch := list(islice(keys, _DELETE_BLOCKS)):
+            self.store.delete(batch)
+
+    def stats(self) -> StoreStats:
+        """See `Pool`."""
+        return self.store.stats()
+
+    def close(self) -> None:
+        """See `Pool`."""
+        self.store.close()
+
+    def _keys(self, page_hashes: Sequence[str]) -> list[BlockKey]:
+        return block_keys(page_hashes, self._key_suffix)
+
+    def _blocks(self, page_hashes: Sequence[str], pages: Sequence[Page]) -> list[Block]:
+        return [Block(key, page) for key, page in zip(self._keys(page_hashes), pages, strict=True)]
+
+    def _split(self, flat_pages: Sequence[torch.Tensor]) -> list[Page]:
+        return [flat_page(page, self._access.segment_bytes) for page in flat_pages]
+
+    def _batches(
+        self, page_hashes: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[tuple[Sequence[str], torch.Tensor]]:
+        """Cut a transfer into calls the access can take; none if the indices do not fit the pages."""
+        width = self._access.indices_per_page
+        given = 0 if host_indices is None else len(host_indices)
+        if host_indices is None or given != len(page_hashes) * width:
+            if page_hashes:
+                logger.warning(
+                    "pool %s: %d pages need %d host indices, got %d; first %s",
+                    self.name,
+                    len(page_hashes),
+                    len(page_hashes) * width,
+                    given,
+                    page_hashes[0],
+                )
+            return []
+        step = self._access.batch_pages or len(page_hashes) or 1
+        return [
+            (page_hashes[first : first + step], host_indices[first * width : (first + step) * width])
+            for first in range(0, len(page_hashes), step)
+        ]
+
+
+class LogicalPool:
+    """A pool that owns indices but no bytes: always present, nothing to move.
+
+    Holds only while the host pool has no buffer; if it gets one, nothing is
+    stored and nothing restored, and every verdict says so.
+    """
+
+    moves_bytes = False
+
+    def __init__(self, *, name: str, host_pool: HostPool) -> None:
+        self.name = name
+        self.host_pool = host_pool
+
+    def lookup(self, page_hashes: Sequence[str]) -> list[bool]:
+        """See `Pool`."""
+        return [self._is_empty()] * len(page_hashes)
+
+    def leading_pages(self, page_hashes: Sequence[str]) -> int:
+        """See `Pool`."""
+        return len(page_hashes) if self._is_empty() else 0
+
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+        """See `Pool`; the indices do not matter."""
+        del host_indices
+        return [BlockStatus.DONE if self._is_empty() else BlockStatus.FAILED] * len(page_hashes)
+
+    dump = load
+
+    def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
+        """See `Pool`; the tensors are empty."""
+        del flat_pages
+        return self.load(page_hashes, None)
+
+    dump_flat = load_flat
+
+    def new_flat_page(self) -> torch.Tensor:
+        """See `Pool`."""
+        return self.host_pool.get_dummy_flat_data_page()
+
+    def clear(self) -> None:
+        """See `Pool`."""
+
+    def stats(self) -> None:
+        """See `Pool`."""
+
+    def close(self) -> None:
+        """See `Pool`."""
+
+    def _is_empty(self) -> bool:
+        # Sidecars without bytes may not even have the attribute.
+        return getattr(self.host_pool, "kv_buffer", None) is None
+
+
+def require_page_first(name: str, host_pool: HostPool) -> None:
+    """Refuse a pool whose pages are scattered over the layers.
+
+    Raises:
+        UnsupportedPoolError: Names the pool, its layout and the flag to change.
+    """
+    if host_pool.layout not in PAGE_FIRST_LAYOUTS:
+        raise UnsupportedPoolError(
+            f"host pool {name!r} ({type(host_pool).__name__}) has layout {host_pool.layout!r}; expected "
+            f"{' or '.join(map(repr, PAGE_FIRST_LAYOUTS))}: start with --hicache-mem-layout page_first "
+            "(with --hicache-io-backend kernel) or page_first_direct (with --hicache-io-backend direct)"
+        )

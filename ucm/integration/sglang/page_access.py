@@ -133,7 +133,7 @@ class StagedAccess:
         self.indices_per_page = indices_per_page(host_pool)
         self._index_limit = index_limit(host_pool)
         page = _as_bytes(host_pool.get_dummy_flat_data_page())
-        self.segment_bytes = (page.nbytes,)
+        self.segment_bytes: tuple[int, ...] = (page.nbytes,)
         self.batch_pages: int | None = max(1, _STAGING_BYTES // page.nbytes)
         self._spare: deque[memoryview] = deque([page], maxlen=self.batch_pages)
 

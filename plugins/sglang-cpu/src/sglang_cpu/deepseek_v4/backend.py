@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The `dsv4` attention backend in torch. It reads and writes the real device pools and keeps no state of its own."""
+"""The `dsv4` attention backend in torch, over the real device pools. It keeps nothing from batch to batch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from sglang_cpu.deepseek_v4.compressor import Compression
 from sglang_cpu.deepseek_v4.numerics import hadamard, rms_norm, rotate_tail
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sglang.srt.layers.attention.dsv4.compressor import Compressor
     from sglang.srt.layers.attention.dsv4.indexer import C4Indexer
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -76,7 +78,9 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
 
     def get_swa_out_cache_loc(self, forward_batch: ForwardBatch) -> torch.Tensor:
         """Return where the sliding-window rows of a batch's tokens go."""
-        return self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc).to(torch.int32)
+        return self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc).to(
+            torch.int32
+        )
 
     def forward_core_compressor(
         self, x: torch.Tensor, forward_batch: ForwardBatch, layer_id: int, compressor: Compressor
@@ -92,7 +96,10 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
     ) -> None:
         """Compress a batch's tokens into the layer's index keys."""
         pool = self.token_to_kv_pool
-        pages, page_size = pool.get_index_k_with_scale_buffer(layer_id), pool.get_index_k_page_size(INDEX_RATIO)
+        pages, page_size = (
+            pool.get_index_k_with_scale_buffer(layer_id),
+            pool.get_index_k_page_size(INDEX_RATIO),
+        )
         for entries, slots in self._compress(x, forward_batch, compressor):
             codecs.store_index(pages, slots, hadamard(entries), page_size)
 
@@ -104,8 +111,10 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
         forward_batch: ForwardBatch,
         **_: object,
     ) -> None:
-        """Store the layer's index keys and choose the entries that its attention, which follows, will read."""
-        query, weights = c4_indexer.compute_q(q_lora, forward_batch.positions, c4_indexer.compute_weights(x, True))
+        """Store the layer's index keys and choose the entries that its attention will read next."""
+        query, weights = c4_indexer.compute_q(
+            q_lora, forward_batch.positions, c4_indexer.compute_weights(x, True)
+        )
         self.forward_indexer_compressor(x, forward_batch, c4_indexer.layer_id, c4_indexer.compressor)
         pool = self.token_to_kv_pool
         pages = pool.get_index_k_with_scale_buffer(c4_indexer.layer_id)
@@ -115,7 +124,9 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
             keys, scales = codecs.load_index(pages, self._entry_slots(segment, INDEX_RATIO), page_size)
             entries = torch.arange(segment.start + 1, segment.end + 1) // INDEX_RATIO
             rows = segment.rows
-            self._selected.append(indexer.select(query[rows], weights[rows], keys, scales, entries, self._index_top_k))
+            self._selected.append(
+                indexer.select(query[rows], weights[rows], keys, scales, entries, self._index_top_k)
+            )
 
     def forward(
         self,
@@ -136,7 +147,9 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
         for number, segment in enumerate(segments(forward_batch)):
             compressed = self._compressed(layer.layer_id, segment, compress_ratio)
             visible = (
-                self._selected[number] if compress_ratio == INDEX_RATIO else _all_closed(segment, compress_ratio)
+                self._selected[number]
+                if compress_ratio == INDEX_RATIO
+                else _all_closed(segment, compress_ratio)
             )
             output[segment.rows] = attend(
                 q[segment.rows],
@@ -160,7 +173,9 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
             return torch.empty(0, codecs.NOPE_DIM + codecs.ROPE_DIM, dtype=torch.float64)
         pool = self.token_to_kv_pool
         page_size = pool.get_extra_key_page_size(layer_id)
-        return codecs.load_kv(pool.get_extra_key_buffer(layer_id), self._entry_slots(segment, ratio), page_size)
+        return codecs.load_kv(
+            pool.get_extra_key_buffer(layer_id), self._entry_slots(segment, ratio), page_size
+        )
 
     def _entry_slots(self, segment: Segment, ratio: int) -> torch.Tensor:
         """Return where the request's compressed entries are: beside the last token of each."""
@@ -168,37 +183,33 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
 
     def _compress(
         self, x: torch.Tensor, forward_batch: ForwardBatch, compressor: Compressor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the entries that a batch closes, normalised and rotated, with their slots; update the rings."""
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each request's new entries, normalised and rotated, with their slots; update its ring."""
         shape = Compression(compressor.ratio, compressor.head_dim)
         states = compressor.get_state_pool(self)
+        ring = states.kv_score_buffer.kv_score
         rows = compressor.compute_kv_score(x, forward_batch)
         bias = compressor.ape.view(-1, compressor.head_dim)
-        result = []
         for segment in segments(forward_batch):
             own = rows[segment.rows]
             closing = shape.closing_positions(segment.start, segment.end)
             if len(closing):
                 first = segment.start - shape.carried_tokens(segment.start)
-                carried = states.kv_score_buffer.kv_score[self._ring_rows(states, segment, first, segment.start)]
+                carried = ring[self._ring_rows(states, segment.request, first, segment.start)]
                 entries = shape.pool(torch.cat([carried, own]), first, bias, closing)
                 entries = rms_norm(entries, compressor.norm.weight, compressor.norm.variance_epsilon)
                 entries = rotate_tail(entries, compressor.freqs_cis[closing + 1 - shape.ratio])
-                slots = self._request_to_token[segment.request, closing].long() // shape.ratio
-                result.append((entries, slots))
-            kept = shape.written_to_ring(
-                segment.start, segment.end, states.ring_size, self.token_to_kv_pool.swa_page_size
-            )
-            targets = self._ring_rows(states, segment, segment.start, segment.end)[kept]
-            states.kv_score_buffer.kv_score[targets] = own[kept].to(states.kv_score_buffer.kv_score.dtype)
-        return result
+                yield entries, self._request_to_token[segment.request, closing].long() // shape.ratio
+            page_size = self.token_to_kv_pool.swa_page_size
+            kept = shape.written_to_ring(segment.start, segment.end, states.ring_size, page_size)
+            targets = self._ring_rows(states, segment.request, segment.start, segment.end)
+            ring[targets[kept]] = own[kept]
 
-    def _ring_rows(self, states: CompressStatePool, segment: Segment, start: int, end: int) -> torch.Tensor:
-        """Return the ring rows of a request's tokens: per page where prefixes are shared, else per request."""
-        position = torch.arange(start, end)
+    def _ring_rows(self, states: CompressStatePool, request: int, start: int, end: int) -> torch.Tensor:
+        """Return the ring rows of tokens. A ring belongs to a page or, at 128:1, to the request."""
         if states.ratio != INDEX_RATIO:
-            return segment.request * states.ring_size + position % states.ring_size
-        tokens = self._request_to_token[segment.request, start:end].long()
+            return request * states.ring_size + torch.arange(start, end) % states.ring_size
+        tokens = self._request_to_token[request, start:end].long()
         slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(tokens)
         return states.translate_from_swa_loc_to_state_loc(slots)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The two page formats of the compressed and windowed KV, as SGLang 0.5.23's CUDA kernels read and write them.
+"""The page formats of KV and of index keys, as the CUDA kernels of SGLang 0.5.23 have them.
 
 KV page (`KVLayout.V4`): `page_size` rows of 576 bytes (448 values as float8 e4m3, then 64 rotated values as
-bfloat16), followed by `page_size` groups of 8 bytes (7 power-of-two scales, one per 64 float8 values, stored as
-biased exponents, and one unused byte). The page is padded to a multiple of 576 bytes.
+bfloat16), followed by `page_size` groups of 8 bytes (7 power-of-two scales, one per 64 float8 values, stored
+as biased exponents, and one unused byte). The page is padded to a multiple of 576 bytes.
 
 Index page: `page_size` rows of 128 float8 values, followed by `page_size` float32 scales.
 """
@@ -72,7 +72,9 @@ def load_index(pages: torch.Tensor, slots: torch.Tensor, page_size: int) -> tupl
     slots = slots.long()
     page, offset = slots // page_size, slots % page_size
     rows, scales = _index_views(pages, page_size)
-    return rows[page, offset].view(_FP8).double(), scales[page, offset].view(torch.float32).squeeze(-1).double()
+    return rows[page, offset].view(_FP8).double(), scales[page, offset].view(torch.float32).squeeze(
+        -1
+    ).double()
 
 
 def quantize_index(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +88,9 @@ def _kv_views(pages: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.
     pages = pages.view(torch.uint8)
     data_bytes = page_size * ROW_BYTES
     rows = pages[:, :data_bytes].unflatten(1, (page_size, ROW_BYTES))
-    scales = pages[:, data_bytes : data_bytes + page_size * SCALE_BYTES].unflatten(1, (page_size, SCALE_BYTES))
+    scales = pages[:, data_bytes : data_bytes + page_size * SCALE_BYTES].unflatten(
+        1, (page_size, SCALE_BYTES)
+    )
     return rows, scales
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Compression of every `ratio` tokens into one entry, and the ring that carries unfinished windows over.
 
-A row of input is `[key-value | score]`. With ratio 4 both halves are doubled: the first part of a token counts
-in the *next* window's entry, the second in its own, so windows overlap by one.
+A row of input is `[key-value | score]`. With ratio 4 both halves are doubled: the first part of a token
+counts in the *next* window's entry, the second in its own, so windows overlap by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Compression:
     def closing_positions(self, start: int, end: int) -> torch.Tensor:
         """Return the positions in `[start, end)` at which an entry is complete."""
         first = (start // self.ratio + 1) * self.ratio - 1
-        return torch.arange(first, end, self.ratio)
+        return torch.arange(first, max(first, end), self.ratio)
 
     def carried_tokens(self, start: int) -> int:
         """Return how many tokens before `start` the first entry closed at or after it needs."""
@@ -56,7 +56,9 @@ class Compression:
             kept |= position % page_size >= page_size - self.ratio
         return kept
 
-    def pool(self, rows: torch.Tensor, start: int, position_bias: torch.Tensor, closing: torch.Tensor) -> torch.Tensor:
+    def pool(
+        self, rows: torch.Tensor, start: int, position_bias: torch.Tensor, closing: torch.Tensor
+    ) -> torch.Tensor:
         """Return the entries closed at `closing`, `[entries, head_dim]` float64, before norm and rotation.
 
         Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_cpu.deepseek_v4.numerics import linear, rms_norm
+from sglang_cpu.deepseek_v4.numerics import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def mix(
 ) -> Mix:
     """Compute a block's mixing weights from its streams `[tokens, streams, hidden]`."""
     count = streams.shape[1]
-    raw = linear(rms_norm(streams.flatten(1), None, norm_eps), weight)
+    raw = rms_norm(streams.flatten(1), None, norm_eps) @ weight.double().T
     pre, post, blend = raw.split([count, count, count * count], dim=-1)
     pre_base, post_base, blend_base = base.double().split([count, count, count * count])
     pre_scale, post_scale, blend_scale = scale.double()
@@ -50,7 +50,9 @@ def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return (pre.unsqueeze(-1) * streams.double()).sum(1).to(streams.dtype)
 
 
-def expand(output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, blend: torch.Tensor) -> torch.Tensor:
+def expand(
+    output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, blend: torch.Tensor
+) -> torch.Tensor:
     """Return the streams after a block: `post[i] * output + sum_j blend[j, i] * streams[j]`."""
     written = post.double().unsqueeze(-1) * output.double().unsqueeze(1)
     kept = (blend.double().unsqueeze(-1) * streams.double().unsqueeze(2)).sum(1)
@@ -67,7 +69,7 @@ def head(
     eps: float,
 ) -> torch.Tensor:
     """Collapse the streams after the last block, for the final norm."""
-    raw = linear(rms_norm(streams.flatten(1), None, norm_eps), weight)
+    raw = rms_norm(streams.flatten(1), None, norm_eps) @ weight.double().T
     return collapse(streams, torch.sigmoid(raw * scale.double() + base.double()) + eps)
 
 

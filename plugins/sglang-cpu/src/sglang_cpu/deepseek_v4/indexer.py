@@ -51,5 +51,5 @@ def select(
     per_head = torch.relu(query.double() @ keys.T)
     scores = (per_head * weights.double()).sum(1) * key_scales
     ranked = scores.masked_fill(~reachable, float("-inf")).sort(dim=1, descending=True, stable=True).indices
-    chosen = torch.zeros_like(reachable).scatter_(1, ranked[:, :top_k], True)  # noqa: FBT003 - the value to scatter.
+    chosen = torch.zeros_like(reachable).scatter_(1, ranked[:, :top_k], True)
     return chosen & reachable

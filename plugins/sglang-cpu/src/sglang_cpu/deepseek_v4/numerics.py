@@ -6,22 +6,6 @@ from __future__ import annotations
 import torch
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, rounded to `dtype` (default: the type of `x`).
-
-    A low-precision GEMM picks its blocking by the number of rows, and with it the last bits of the result.
-    """
-    product = x.double() @ weight.double().T
-    if bias is not None:
-        product += bias.double()
-    return product.to(dtype or x.dtype)
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Normalise the last dimension to unit mean square, in double precision."""
     x = x.double()
@@ -57,6 +41,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     half = 1
     while half < size:
         pairs = x.unflatten(-1, (-1, 2, half))
-        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], dim=-2).flatten(-3)
+        x = torch.stack(
+            [pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], dim=-2
+        ).flatten(-3)
         half *= 2
     return x * size**-0.5

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from sglang_cpu.deepseek_v4 import codecs, hyper_connection, indexer, moe, numerics
+from sglang_cpu.deepseek_v4 import codecs, hyper_connection, indexer, numerics
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    import torch
+    from sglang.srt.models.deepseek_v4 import DeepseekV4DecoderLayerBase, DeepseekV4Model
+    from sglang.srt.models.deepseek_v4_nextn import DeepseekV4ModelNextN
     from sglang.srt.platforms.interface import SRTPlatform
 
 
@@ -37,17 +37,6 @@ def fused_q_norm_rope(
     """Normalise each head, unless `eps` is None, and rotate its tail."""
     q = q_input if eps is None else numerics.rms_norm(q_input, None, eps)
     q_output.copy_(numerics.rotate_tail(q, freqs_cis[positions]))
-
-
-def fused_norm_rope_inplace(
-    kv: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    freq_cis: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Normalise rows and rotate their tails in place."""
-    kv.copy_(numerics.rotate_tail(numerics.rms_norm(kv, weight, eps), freq_cis[positions]))
 
 
 def fused_k_norm_rope_flashmla(
@@ -79,39 +68,11 @@ def fused_q_indexer_rope_hadamard_quant(
 
 def linear_bf16_fp32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Project `x` by the weight `y` into float32."""
-    return numerics.linear(x, y, dtype=torch.float32)
-
-
-def apply_linear(_: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply an unquantised linear layer."""
-    return numerics.linear(x, layer.weight, bias)
-
-
-def compute_lm_head(_: Any, hidden_states: torch.Tensor, lm_head: Any, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """Return the logits of `hidden_states`."""
-    return numerics.linear(hidden_states, lm_head.weight, dtype=torch.float32)
-
-
-def gate_logits(gate: Any, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """Return the router's logits."""
-    return numerics.linear(hidden_states, gate.weight, dtype=torch.float32)
-
-
-def moe_forward_native(
-    layer: Any, x: torch.Tensor, topk_output: StandardTopKOutput, moe_runner_config: Any
-) -> torch.Tensor:
-    """Run the routed experts."""
-    weights, ids, _ = topk_output
-    return moe.experts(x, layer.w13_weight, layer.w2_weight, ids, weights, moe_runner_config.swiglu_limit)
-
-
-def apply_wo_a(o: torch.Tensor, wo_a: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """Project each group of heads `[tokens, groups, dim]` by its own weight `[groups, rank, dim]`."""
-    return torch.einsum("tgd,grd->tgr", o.double(), wo_a.double()).to(o.dtype)
+    return (x.double() @ y.double().T).float()
 
 
 def hc_pre(
-    layer: Any,
+    layer: DeepseekV4DecoderLayerBase,
     x: torch.Tensor,
     hc_fn: torch.Tensor,
     hc_scale: torch.Tensor,
@@ -133,15 +94,26 @@ def hc_pre(
     return hyper_connection.collapse(x, mix.pre), mix.post, mix.blend, False
 
 
-def hc_post(_: Any, x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+def hc_post(
+    layer: DeepseekV4DecoderLayerBase,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+) -> torch.Tensor:
     """Write a block's output back to the streams."""
+    del layer
     return hyper_connection.expand(x, residual, post, comb)
 
 
 def hc_head(
-    model: Any, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor
+    model: DeepseekV4Model | DeepseekV4ModelNextN,
+    x: torch.Tensor,
+    hc_fn: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
 ) -> torch.Tensor:
-    """Collapse the streams after the last layer of the target or the draft model."""
+    """Collapse the streams after the last layer."""
     return hyper_connection.head(x, hc_fn, hc_scale, hc_base, norm_eps=model.rms_norm_eps, eps=model.hc_eps)
 
 

@@ -29,7 +29,7 @@ FOOTER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 # xxhash lets go of the GIL for large input. At memory speed that gains nothing, and getting the
 # GIL back from a busy thread takes up to 5 ms; pieces of this size are hashed without a hand-over.
-_HASH_PIECE_BYTES = 64 * 1024
+_HASH_PIECE_BYTES = 256 * 1024
 
 
 def file_bytes(spec: StoreSpec) -> int:

@@ -8,6 +8,7 @@ caller waits until it is finished or its time is up.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections import deque
@@ -18,10 +19,13 @@ from ucm.store.posix.file_io import Scratch
 from ucm.store.posix.lease import HostLease, LeaseRevokedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sized
+    from collections.abc import Callable, Sized
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
+# A worker that has been at one batch for so long wakes one more, and so on: blocks in the page cache
+# are served by few threads, which is fastest under the GIL, and slow storage gets all of them.
+_PATIENCE_S = 0.001
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -57,16 +61,20 @@ class _Batch(Generic[T]):
         self._error: Exception | None = None
         self._changed = threading.Condition(threading.Lock())
 
-    def run(self, scratch: Scratch, more_urgent: Sized) -> None:
+    def run(self, scratch: Scratch, more_urgent: Sized, call_help: Callable[[], None]) -> None:
         """Handle items until none is left, the caller has gone, or something is in `more_urgent`."""
         finished = 0
         error = None
+        patience = time.monotonic() + _PATIENCE_S
         try:
             for index in self._indices:
                 self._results[index] = self._work(index, scratch, self._lease)
                 finished += 1
                 if self._lease.revoked or more_urgent:
                     break
+                if time.monotonic() > patience:
+                    call_help()
+                    patience = math.inf
             else:
                 self.drained = True
         except LeaseRevokedError:
@@ -118,7 +126,7 @@ class IoEngine:
         self._closed = False
 
     def run(
-        self, work: Work[T], count: int, *, urgency: Urgency, timeout_s: float, workers: int | None = None
+        self, work: Work[T], count: int, *, urgency: Urgency, timeout_s: float, workers: int = 1
     ) -> list[T | None]:
         """Do `work` for every index below `count`.
 
@@ -127,7 +135,7 @@ class IoEngine:
             count: Number of items.
             urgency: Which batches come first.
             timeout_s: From now until this call returns, finished or not.
-            workers: How many workers are worth waking; None for all.
+            workers: How many to begin with; more join a batch that takes long.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -141,7 +149,7 @@ class IoEngine:
             return []
         deadline = time.monotonic() + timeout_s
         batch = _Batch(count, work, urgency)
-        self._submit(batch, min(count, workers or self._limit))
+        self._submit(batch, min(count, workers))
         return batch.wait(deadline - time.monotonic())
 
     def grow(self, threads: int) -> None:
@@ -168,21 +176,30 @@ class IoEngine:
             if self._closed:
                 raise StoreUnavailableError("the store is closed")
             self._queues[batch.urgency].append(batch)
-            woken = min(workers, self._idle)
-            # Whoever is notified counts as busy from here on, not from when it gets to run.
-            self._idle -= woken
-            self._wake.notify(woken)
-            for _ in range(min(workers - woken, self._limit - len(self._threads))):
-                name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
-                thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._call(workers)
+
+    def _call_one(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._call(1)
+
+    def _call(self, workers: int) -> None:
+        """Wake or start workers as far as there are any; the lock is held."""
+        woken = min(workers, self._idle)
+        # Whoever is notified counts as busy from here on, not from when it gets to run.
+        self._idle -= woken
+        self._wake.notify(woken)
+        for _ in range(min(workers - woken, self._limit - len(self._threads))):
+            name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
+            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _serve(self) -> None:
         scratch = Scratch()
         reads = self._queues[Urgency.READ]
         while (batch := self._next_batch()) is not None:
-            batch.run(scratch, more_urgent=reads if batch.urgency is Urgency.WRITE else ())
+            batch.run(scratch, reads if batch.urgency is Urgency.WRITE else (), self._call_one)
 
     def _next_batch(self) -> _Batch[Any] | None:
         with self._lock:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # The kernel takes 1024 buffers in one call; the footer is one of them.
 _MAX_SEGMENTS = 1000
 _SHARDS_PER_SCAN_BATCH = 64
+# So much memory traffic is worth one more worker from the start.
+_BYTES_PER_WORKER = 1024 * 1024
 
 
 _T = TypeVar("_T")
@@ -101,6 +103,7 @@ class PosixStore(KVStore):
             lambda index, scratch, lease: self._load_one(blocks[index], scratch, lease),
             [block.key for block in blocks],
             self._config.load_timeout_s,
+            moved_bytes=len(blocks) * self.spec.block_bytes,
         )
         statuses = [verdict.status for verdict in verdicts]
         self._counters.loaded(statuses)
@@ -114,6 +117,7 @@ class PosixStore(KVStore):
             [block.key for block in blocks],
             self._config.dump_timeout_s,
             Urgency.WRITE,
+            moved_bytes=len(blocks) * self.spec.block_bytes,
         )
         statuses = [verdict.status for verdict in verdicts]
         self._counters.dumped(verdicts.count(_DONE), statuses.count(BlockStatus.FAILED))
@@ -220,9 +224,11 @@ class PosixStore(KVStore):
         keys: Sequence[BlockKey],
         timeout_s: float,
         urgency: Urgency = Urgency.READ,
+        moved_bytes: int = 0,
     ) -> list[_Verdict]:
         self._require_open()
-        results = self._engine.run(work, len(keys), urgency=urgency, timeout_s=timeout_s)
+        workers = 1 + moved_bytes // _BYTES_PER_WORKER
+        results = self._engine.run(work, len(keys), urgency=urgency, timeout_s=timeout_s, workers=workers)
         if None in results:
             self._counters.missed_deadline()
         late = _Verdict(BlockStatus.FAILED, f"no answer within {timeout_s:g} s")

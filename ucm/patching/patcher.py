@@ -220,8 +220,8 @@ class Patcher:
         for path, data in changes.items():
             _write(new / path, data)
             shutil.copymode(self._target(path), new / path)
-            _write(old / path, self._target(path).read_bytes())
-            shutil.copymode(self._target(path), old / path)
+            (old / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self._target(path), old / path)
             _remove_bytecode(self._target(path))
         try:
             for path in changes:

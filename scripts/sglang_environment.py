@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
@@ -54,6 +55,8 @@ def main() -> int:
     if sys.version_info < OLDEST_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))
         parser.error(f"SGLang needs Python 3.11 or newer, this is {found}: install nox with a newer Python")
+    if importlib.util.find_spec("virtualenv") is None:
+        parser.error("this Python lacks virtualenv: run it with the Python that nox is installed in")
 
     directory: Path = arguments.directory.resolve()
     version: str = arguments.sglang

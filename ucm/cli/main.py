@@ -12,12 +12,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ucm.cli import patch
+from ucm.cli import patch, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (patch,)
+COMMANDS = (patch, validate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

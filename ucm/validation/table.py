@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: MIT
+"""A report as tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ucm.validation.results import CachedTokens, Report
+
+_MIB = 1024 * 1024
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print phases, pools and the verdict."""
+    console.print(phase_table(report))
+    if report.pools:
+        console.print(pool_table(report))
+    for problem in report.problems:
+        console.print(f"[red]{problem}", highlight=False)
+    console.print(verdict(report), highlight=False)
+
+
+def phase_table(report: Report) -> Table:
+    """Build the table of phases."""
+    table = Table(title=f"{report.model} ({report.selection})", title_justify="left")
+    table.add_column("phase", no_wrap=True)
+    for heading in ("prompt tokens", "device", "host", "storage", "expected", "TTFT s", "max |Δlogprob|"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for phase in report.phases:
+        table.add_row(
+            phase.name,
+            str(phase.prompt_tokens),
+            str(phase.cached.device),
+            str(phase.cached.host),
+            str(phase.cached.storage),
+            _expected(phase.expected),
+            f"{phase.ttft_s:.3f}",
+            f"{phase.max_abs_logprob_delta:.2g}",
+            "[red]failed" if phase.problems else "[green]ok",
+        )
+    return table
+
+
+def pool_table(report: Report) -> Table:
+    """Build the table of pools."""
+    table = Table(title="on storage", title_justify="left")
+    for heading in ("pool", "namespace"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("page bytes", "pages", "MiB"):
+        table.add_column(heading, justify="right")
+    for pool in report.pools:
+        table.add_row(
+            pool.name,
+            pool.namespace or "(root)",
+            str(pool.page_bytes),
+            str(pool.pages),
+            f"{pool.bytes / _MIB:.2f}",
+        )
+    return table
+
+
+def verdict(report: Report) -> str:
+    """Say in one line whether the expectations were met, and what storage gave."""
+    restored = [phase for phase in report.phases if phase.expected.storage]
+    got = sum(phase.cached.storage for phase in restored)
+    expected = sum(phase.expected.storage for phase in restored)
+    failed = sum(1 for phase in report.phases if phase.problems)
+    outcome = "OK" if report.ok else f"NOT OK, {failed} of {len(report.phases)} phases failed"
+    return f"{outcome}: {got} of {expected} restorable tokens came from storage in {len(restored)} phases"
+
+
+def _expected(expected: CachedTokens) -> str:
+    parts = [
+        f"{tokens} {tier}"
+        for tier, tokens in (
+            ("device", expected.device),
+            ("host", expected.host),
+            ("storage", expected.storage),
+        )
+        if tokens
+    ]
+    return ", ".join(parts) or "0"

@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.memory_pool import (
     MLATokenToKVPool,
     ReqToTokenPool,
 )
-from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
     from sglang.srt.server_args import ServerArgs
 
 _REQUESTS = 4
@@ -398,10 +398,6 @@ def attach_host_pools(
     tree = UnifiedRadixCache(params)
     tree.init_hicache(server_args, params)
     atexit.unregister(tree.shutdown)
-    for entry in tree.host_pool_group.entries:
-        if isinstance(entry.host_pool, HostKVCache):
-            # SGLang pins for CUDA without asking whether there is a device.
-            entry.host_pool.pin_memory = False
     return tree, HostPools(tree.host_pool_group, guards)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The bytes of host pool pages, read and written through SGLang's flat page methods.
+"""The bytes of pages in host pools, and in the device tensors behind them.
 
-Those methods address the pool's tensors, not the pointers of `get_page_buffer_meta`, so what a store moved
-is checked by other code than the code that moved it.
+Host pages are read and written through SGLang's flat page methods. These address the pool's tensors, not the
+pointers of `get_page_buffer_meta`, so what a store moved is checked by other code than what moved it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
@@ -53,3 +53,31 @@ def fill_random(pool: HostKVCache, seed: int = 0) -> list[bytes]:
         data = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
         write_page(pool, page, bytes(data.numpy()))
     return read_pages(pool)
+
+
+def fill_device_random(pool: HostKVCache, seed: int = 0) -> None:
+    """Overwrite the device tensors that `pool` mirrors with random bytes 0..255."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor, _ in _device_rows(pool):
+        tensor.view(-1).view(torch.uint8).random_(0, 256, generator=generator)
+
+
+def read_device_page(pool: HostKVCache, page: int) -> bytes:
+    """Return the bytes of one page in the device tensors that `pool` mirrors."""
+    rows = (tensor[page * count : (page + 1) * count] for tensor, count in _device_rows(pool))
+    return b"".join(bytes(row.reshape(-1).view(torch.uint8).numpy()) for row in rows)
+
+
+def _device_rows(pool: HostKVCache) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield each device tensor and how many of its rows make a page: a token each, or all of a page."""
+    for name in ("device_k_buffers", "device_v_buffers", "device_kv_buffers"):
+        yield from ((tensor, pool.page_size) for tensor in getattr(pool, name, ()))
+    for name in (
+        "packed_device_index_buffers",
+        "device_buffers",
+        "device_page_views",
+        "temporal_device_layers",
+    ):
+        yield from ((tensor, 1) for tensor in getattr(pool, name, ()))
+    for layers in getattr(pool, "conv_device_layers", ()):
+        yield from ((tensor, 1) for tensor in layers)

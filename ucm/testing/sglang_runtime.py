@@ -2,12 +2,13 @@
 """SGLang's process-wide configuration for a test: no server, no model, no accelerator.
 
 SGLang's pools and controllers read what a server publishes at its start. This module publishes the same
-records, through SGLang's own hook for tests, and replaces what needs an accelerator at that edge only: host
-memory is not registered with a device.
+records through SGLang's own hook for tests. What needs an accelerator is replaced at that edge only, by the
+CPU reference platform: the copies between device and host, and pinned memory.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.mem_cache.storage.mmap import alloc_mmap
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang_cpu import hicache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -111,12 +114,19 @@ class HostMemoryGuards:
         return all(bool((guard == _GUARD_VALUE).all()) for guard in self._guards)
 
 
+@functools.cache
+def _replace_device_edges() -> None:
+    hicache.install()
+    HookRegistry.apply_hooks()
+
+
 @contextmanager
 def cpu_runtime(settings: HicacheSettings, guards: HostMemoryGuards) -> Iterator[ServerArgs]:
     """Publish `settings` to SGLang for as long as the context is open, and allocate host pools in `guards`.
 
     Contexts nest. Host pools built inside stay usable afterwards.
     """
+    _replace_device_edges()
     parallel: dict[str, Any] = {"tp_rank": 0, "pp_rank": 0, "attn_dcp_rank": 0, **settings.ranks}
     previous = ALLOC_MEMORY_FUNCS["cpu"]
     ALLOC_MEMORY_FUNCS["cpu"] = guards.allocate

@@ -58,9 +58,7 @@ class MemoryStore(KVStore):
 
     def scan(self) -> Iterator[BlockKey]:
         self._require_open()
-        for key, stored in list(self._stored.items()):
-            if self._is_stored(key) and is_footer_of(stored[-FOOTER_BYTES:], self.spec, key):
-                yield key
+        return iter([key for key in self._stored if self._is_ours(key)])
 
     def stats(self) -> StoreStats:
         return self._counters.snapshot()
@@ -70,6 +68,9 @@ class MemoryStore(KVStore):
 
     def _is_stored(self, key: BlockKey) -> bool:
         return len(self._stored.get(key, b"")) == file_bytes(self.spec)
+
+    def _is_ours(self, key: BlockKey) -> bool:
+        return self._is_stored(key) and is_footer_of(self._stored[key][-FOOTER_BYTES:], self.spec, key)
 
     def _load_one(self, block: Block) -> BlockStatus:
         stored = self._stored.get(block.key)

@@ -8,7 +8,6 @@ caller waits until it is finished or its time is up.
 from __future__ import annotations
 
 import enum
-import math
 import threading
 import time
 from collections import deque
@@ -19,12 +18,12 @@ from ucm.store.posix.file_io import Scratch
 from ucm.store.posix.lease import HostLease, LeaseRevokedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sized
+    from collections.abc import Sized
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
-# A worker that has been at one batch for so long wakes one more, and so on: blocks in the page cache
-# are served by few threads, which is fastest under the GIL, and slow storage gets all of them.
+# A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
+# which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
 
 T = TypeVar("T")
@@ -61,20 +60,16 @@ class _Batch(Generic[T]):
         self._error: Exception | None = None
         self._changed = threading.Condition(threading.Lock())
 
-    def run(self, scratch: Scratch, more_urgent: Sized, call_help: Callable[[], None]) -> None:
+    def run(self, scratch: Scratch, more_urgent: Sized) -> None:
         """Handle items until none is left, the caller has gone, or something is in `more_urgent`."""
         finished = 0
         error = None
-        patience = time.monotonic() + _PATIENCE_S
         try:
             for index in self._indices:
                 self._results[index] = self._work(index, scratch, self._lease)
                 finished += 1
                 if self._lease.revoked or more_urgent:
                     break
-                if time.monotonic() > patience:
-                    call_help()
-                    patience = math.inf
             else:
                 self.drained = True
         except LeaseRevokedError:
@@ -94,10 +89,13 @@ class _Batch(Generic[T]):
             self._cancelled = True
             self._changed.notify()
 
-    def wait(self, timeout_s: float) -> list[T | None]:
-        """Return the results when all are there or the time is up; None where there is none."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all results are there or the batch was cancelled; False if the time is up before."""
         with self._changed:
-            self._changed.wait_for(self._is_over, timeout_s)
+            return self._changed.wait_for(self._is_over, timeout_s)
+
+    def finish(self) -> list[T | None]:
+        """Take the memory back and return the results there are; None where there is none."""
         self.drained = True
         self._lease.revoke()
         if self._error:
@@ -121,6 +119,7 @@ class IoEngine:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._queues: tuple[deque[_Batch[Any]], ...] = tuple(deque() for _ in Urgency)
+        self._waiting: set[_Batch[Any]] = set()
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
@@ -150,7 +149,16 @@ class IoEngine:
         deadline = time.monotonic() + timeout_s
         batch = _Batch(count, work, urgency)
         self._submit(batch, min(count, workers))
-        return batch.wait(deadline - time.monotonic())
+        try:
+            while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
+                if workers >= min(count, self._limit):
+                    batch.wait(deadline - time.monotonic())
+                    break
+                self._call(workers)
+                workers *= 2
+            return batch.finish()
+        finally:
+            self._waiting.discard(batch)
 
     def grow(self, threads: int) -> None:
         """Allow at least so many threads."""
@@ -161,45 +169,41 @@ class IoEngine:
         """Cancel all batches and end the threads; one stuck in storage ends when it comes back."""
         with self._lock:
             self._closed = True
-            for queue in self._queues:
-                for batch in queue:
-                    batch.cancel()
-                queue.clear()
+            for batch in self._waiting:
+                batch.cancel()
             self._wake.notify_all()
-            threads, self._threads = self._threads, []
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for thread in threads:
+        for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _submit(self, batch: _Batch[Any], workers: int) -> None:
         with self._lock:
             if self._closed:
                 raise StoreUnavailableError("the store is closed")
+            self._waiting.add(batch)
             self._queues[batch.urgency].append(batch)
-            self._call(workers)
-
-    def _call_one(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._call(1)
+        self._call(workers)
 
     def _call(self, workers: int) -> None:
-        """Wake or start workers as far as there are any; the lock is held."""
-        woken = min(workers, self._idle)
-        # Whoever is notified counts as busy from here on, not from when it gets to run.
-        self._idle -= woken
-        self._wake.notify(woken)
-        for _ in range(min(workers - woken, self._limit - len(self._threads))):
-            name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
-            thread = threading.Thread(target=self._serve, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """Wake or start workers, as far as there are any."""
+        with self._lock:
+            if self._closed:
+                return
+            woken = min(workers, self._idle)
+            # Whoever is notified counts as busy from here on, not from when it gets to run.
+            self._idle -= woken
+            self._wake.notify(woken)
+            for _ in range(min(workers - woken, self._limit - len(self._threads))):
+                name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def _serve(self) -> None:
         scratch = Scratch()
         reads = self._queues[Urgency.READ]
         while (batch := self._next_batch()) is not None:
-            batch.run(scratch, reads if batch.urgency is Urgency.WRITE else (), self._call_one)
+            batch.run(scratch, reads if batch.urgency is Urgency.WRITE else ())
 
     def _next_batch(self) -> _Batch[Any] | None:
         with self._lock:

@@ -533,6 +533,7 @@ class _Child:
     """Another process with a pipe to it."""
 
     _context = multiprocessing.get_context("forkserver")
+    _context.set_forkserver_preload([__name__])
 
     def __init__(self, target: Callable[..., None], *args: object) -> None:
         self._ours, theirs = self._context.Pipe()

@@ -16,7 +16,7 @@ import yaml
 
 from ucm.store.errors import StoreConfigError
 from ucm.store.factory import StoreConfig
-from ucm.store.options import as_mapping, reject_unknown
+from ucm.store.options import as_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +77,12 @@ class UnifiedCacheConfig:
                 f"or set {CONFIG_FILE_VARIABLE} to a YAML file with 'storage_backends: /mnt/kv-cache' in it"
             )
         if NESTED_KEY in settings:
-            reject_unknown(settings, (NESTED_KEY, *SGLANG_KEYS), f"key beside {NESTED_KEY!r}")
+            stray = sorted(settings.keys() - {NESTED_KEY})
+            if stray:
+                raise StoreConfigError(
+                    f"key {stray[0]!r} is {settings[stray[0]]!r} beside {NESTED_KEY!r}; "
+                    "expected store options in its 'ucm_connector_config' only"
+                )
             settings = as_mapping(NESTED_KEY, settings[NESTED_KEY])
         return cls(store=StoreConfig.from_mapping(settings))
 

@@ -166,18 +166,18 @@ class SglangUcmConnector:
         self, pool: str, page_hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[BlockStatus]:
         """Restore pages of a sidecar; see `Pool.load`."""
-        registered = self._sidecar(pool)
+        registered = self._find(pool)
         if registered is None:
-            return [BlockStatus.FAILED] * len(page_hashes)
+            return _unregistered(pool, page_hashes)
         return registered.load(page_hashes, host_indices)
 
     def dump(
         self, pool: str, page_hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[BlockStatus]:
         """Store pages of a sidecar; see `Pool.dump`."""
-        registered = self._sidecar(pool)
+        registered = self._find(pool)
         if registered is None:
-            return [BlockStatus.FAILED] * len(page_hashes)
+            return _unregistered(pool, page_hashes)
         return registered.dump(page_hashes, host_indices)
 
     def stored_prefix(self, page_hashes: Sequence[str]) -> int:
@@ -191,7 +191,6 @@ class SglangUcmConnector:
         Pools are asked about the pages that the anchor has, or all pages if it
         is logical; then at least one sidecar with bytes must agree.
         """
-        pools = self._sidecars
         anchor = self._anchor()
         candidates = page_hashes[: anchor.leading_pages(page_hashes)]
         pages_by_pool = {ANCHOR_POOL: len(candidates)}
@@ -199,7 +198,7 @@ class SglangUcmConnector:
         limits: list[PoolPresence] = []
         # Pools that need the whole prefix first: if they rule out every length, the others need no lookup.
         for query in sorted(sidecars, key=lambda query: query.window_pages is not None):
-            pool = pools.get(query.pool)
+            pool = self._find(query.pool)
             if query.groups is not None:
                 pages_by_pool[query.pool] = _covered_pages(pool, query.groups, query.group_keys, page_hashes)
                 continue
@@ -229,11 +228,8 @@ class SglangUcmConnector:
         anchor = [] if self._primary is None else [self._primary]
         return [*anchor, *self._sidecars.values()]
 
-    def _sidecar(self, name: str) -> Pool | None:
-        pool = self._sidecars.get(name)
-        if pool is None:
-            logger.warning("pool %s: nobody has registered it", name)
-        return pool
+    def _find(self, name: str) -> Pool | None:
+        return self._sidecars.get(name, self._primary if name == ANCHOR_POOL else None)
 
     def _anchor(self) -> Pool:
         if self._primary is None:
@@ -305,6 +301,11 @@ def _require_host_pool(name: str, candidate: object) -> HostPool:
 def _logical(name: str, host_pool: HostPool) -> LogicalPool:
     logger.info("pool %s: logical, owns no bytes and needs no store", name)
     return LogicalPool(name=name, host_pool=host_pool)
+
+
+def _unregistered(pool: str, page_hashes: Sequence[str]) -> list[BlockStatus]:
+    logger.warning("pool %s: nobody has registered it, %d pages lost", pool, len(page_hashes))
+    return [BlockStatus.FAILED] * len(page_hashes)
 
 
 def _presence(pool: Pool | None, window_pages: int | None, candidates: Sequence[str]) -> PoolPresence:

@@ -116,7 +116,9 @@ print(json.dumps(tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]["tes
 
 
 def _install(python: Path, *packages: str) -> None:
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    # The requirements left out on purpose are no conflicts to warn of.
+    quiet = ("--disable-pip-version-check", "--no-warn-conflicts", "--progress-bar", "off")
+    command = [str(python), "-m", "pip", "install", *quiet]
     with subprocess.Popen([*command, *packages], stdout=subprocess.PIPE, text=True) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {', '.join(BENCHMARKS)}")
+    # Ended from outside, a benchmark must not leave gigabytes behind in memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parents = arguments.directory or _default_parents()
     for name in arguments.names or BENCHMARKS:
         progress(f"{name}: started")

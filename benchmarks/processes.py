@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT
+"""Threads and processor time of a running process, from /proc."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What a process has used so far."""
+
+    threads: int
+    cpu_s: float
+
+
+def usage(pid: int) -> ProcessUsage:
+    """Read threads, and user and system time over all of them."""
+    # The second field is the command in parentheses and may hold anything.
+    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system, threads = int(values[11]), int(values[12]), int(values[17])
+    return ProcessUsage(threads=threads, cpu_s=(user + system) / _TICKS_PER_SECOND)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes started by `pid`, directly or not."""
+    children: dict[int, list[int]] = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdecimal():
+            try:
+                stat = (directory / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # It ended in the meantime.
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(directory.name))
+    found, queue = [], [pid]
+    while queue:
+        started = children.get(queue.pop(), [])
+        found += started
+        queue += started
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Return a process's command line, or the title that it gave itself."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -158,7 +158,8 @@ class IoEngine:
                 workers *= 2
             return batch.finish()
         finally:
-            self._waiting.discard(batch)
+            with self._lock:
+                self._waiting.discard(batch)
 
     def grow(self, threads: int) -> None:
         """Allow at least so many threads."""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: MIT
+"""IoEngine: bounded threads, deadlines, order, and an end."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.store import StoreSpec, StoreUnavailableError
+from ucm.store.posix.config import PosixStoreConfig
+from ucm.store.posix.engine import THREAD_NAME_PREFIX, IoEngine, Urgency
+from ucm.store.posix.lease import LeaseRevokedError
+from ucm.store.posix.store import PosixStore
+from ucm.testing.store_conformance import load, outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ucm.store.posix.file_io import Scratch
+    from ucm.store.posix.lease import HostLease
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def engine() -> Iterator[IoEngine]:
+    engine = IoEngine(4)
+    yield engine
+    engine.close()
+
+
+def io_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME_PREFIX)]
+
+
+def square(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+    return index * index
+
+
+def run(engine: IoEngine, work: object, count: int, timeout_s: float = LONG_S) -> list[object]:
+    return engine.run(work, count, urgency=Urgency.READ, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def test_results_come_in_order_and_once_each(engine: IoEngine) -> None:
+    assert run(engine, square, 1000) == [n * n for n in range(1000)]
+
+
+def test_an_empty_batch_starts_no_thread(engine: IoEngine) -> None:
+    before = io_threads()
+    assert run(engine, square, 0) == []
+    assert io_threads() == before
+
+
+def test_a_stuck_item_costs_only_itself(engine: IoEngine) -> None:
+    release = threading.Event()
+
+    def work(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        if index == 0:
+            release.wait()
+        return index
+
+    assert run(engine, work, 50, timeout_s=0.5) == [None, *range(1, 50)]
+    release.set()
+
+
+def test_with_all_workers_stuck_batches_fail_at_their_deadline_until_one_is_back(
+    engine: IoEngine,
+) -> None:
+    release = threading.Event()
+
+    def stuck(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        release.wait()
+
+    assert run(engine, stuck, 10, timeout_s=0.2) == [None] * 10
+    assert run(engine, square, 2, timeout_s=0.1) == [None, None]
+    release.set()
+    assert run(engine, square, 2) == [0, 1]
+
+
+def test_nobody_gets_or_holds_the_lease_after_the_deadline(engine: IoEngine) -> None:
+    release, inside, outcomes = threading.Event(), [0], []
+
+    def work(index: int, _scratch: Scratch, lease: HostLease) -> None:
+        with lease:
+            inside[0] += 1
+            while not lease.revoked:  # A copy that is under way when the deadline comes,
+                pass
+            for _ in range(100_000):  # and takes a little longer.
+                pass
+            inside[0] -= 1
+        release.wait()
+        try:
+            with lease:
+                outcomes.append(f"{index} touched memory")
+        except LeaseRevokedError:
+            outcomes.append("refused")
+            raise
+
+    run(engine, work, 4, timeout_s=0.02)
+    assert inside == [0]
+    release.set()
+    engine.close()
+    assert outcomes
+    assert set(outcomes) == {"refused"}
+
+
+def test_an_unexpected_error_is_raised_to_the_caller_and_the_workers_survive(
+    engine: IoEngine,
+) -> None:
+    def broken(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        raise ZeroDivisionError
+
+    for _ in range(10):
+        with pytest.raises(ZeroDivisionError):
+            run(engine, broken, 3)
+    assert run(engine, square, 3) == [0, 1, 4]
+
+
+def test_a_read_does_not_wait_for_the_whole_write_before_it() -> None:
+    engine = IoEngine(1)
+    order = []
+    read_is_queued, write_has_begun = threading.Event(), threading.Event()
+
+    def write(index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        write_has_begun.set()
+        if index == 0:
+            read_is_queued.wait(LONG_S)
+        order.append("write")
+
+    def read(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        order.append("read")
+
+    with ThreadPoolExecutor(2) as callers:
+        writing = callers.submit(engine.run, write, 20, urgency=Urgency.WRITE, timeout_s=LONG_S)
+        assert write_has_begun.wait(LONG_S)
+        reading = callers.submit(engine.run, read, 1, urgency=Urgency.READ, timeout_s=LONG_S)
+        while not engine._queues[Urgency.READ]:
+            pass
+        read_is_queued.set()
+        writing.result(LONG_S)
+        reading.result(LONG_S)
+    engine.close()
+    assert order == ["write", "read", *["write"] * 19]
+
+
+def test_threads_are_never_more_than_allowed() -> None:
+    engine = IoEngine(3)
+    with ThreadPoolExecutor(8) as callers:
+        for _ in range(50):
+            callers.submit(engine.run, square, 20, urgency=Urgency.READ, timeout_s=LONG_S, workers=9)
+    assert 1 <= len(io_threads()) <= 3
+    engine.close()
+    assert io_threads() == []
+
+
+def test_a_closed_engine_refuses_work() -> None:
+    engine = IoEngine(1)
+    engine.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        run(engine, square, 1)
+
+
+def open_stores(storage: Path, count: int, io_threads: int = 8) -> list[PosixStore]:
+    config = PosixStoreConfig((str(storage),), io_threads=io_threads)
+    specs = [StoreSpec(f"pool_{n}x1", (1_000_000 + n,), bytes(16)) for n in range(count)]
+    return [PosixStore(spec, config) for spec in specs]
+
+
+@pytest.mark.parametrize("pools", [2, 8])
+def test_threads_do_not_grow_with_the_pools_and_end_with_the_last(tmp_path: Path, pools: int) -> None:
+    stores = open_stores(tmp_path, pools)
+    with ThreadPoolExecutor(pools) as callers:
+        for store in stores:
+            callers.submit(store.dump, outgoing(range(16), store.spec))
+    for store in stores:
+        assert load(store, [0])[0]
+    assert 1 <= len(io_threads()) <= 8
+    for store in stores[1:]:
+        store.close()
+    assert io_threads()
+    stores[0].close()
+    assert io_threads() == []
+
+
+def test_stores_that_ask_for_different_thread_counts_share_the_larger(tmp_path: Path) -> None:
+    small, large = open_stores(tmp_path, 1, io_threads=1), open_stores(tmp_path, 1, io_threads=5)
+    assert small[0]._engine is large[0]._engine
+    assert small[0]._engine._limit == 5
+    small[0].close()
+    large[0].close()
+
+
+def test_reopening_after_the_last_close_works(tmp_path: Path) -> None:
+    for _ in range(10):
+        [store] = open_stores(tmp_path, 1)
+        store.dump(outgoing([1], store.spec))
+        store.close()
+        assert io_threads() == []

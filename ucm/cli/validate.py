@@ -121,11 +121,11 @@ def _validate(arguments: argparse.Namespace, say: Callable[[str], None]) -> tupl
         vocabulary=arguments.vocab_size,
         settle_s=arguments.settle,
     )
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     with SGLangClient(arguments.url, api_key=arguments.api_key, timeout_s=arguments.timeout) as client:
         if arguments.after_restart:
             earlier = load_continuation(arguments.after_restart)
-            return validate_after_restart(client, earlier, settings, surroundings, say=say)
-        seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+            return validate_after_restart(client, earlier, settings, surroundings, seed=seed, say=say)
         return validate(client, settings, surroundings, seed=seed, say=say)
 
 

@@ -72,6 +72,7 @@ class Scenario:
 
     def run(self, prompts: PromptSource) -> Outcome:
         """Run everything that needs no restart, then wait until all of it is stored."""
+        self.warm_up(prompts)
         base = prompts.take(self._prompt_tokens)
         self.one_prompt(base, prompts)
         self.longer_prompt(base, prompts)
@@ -81,6 +82,11 @@ class Scenario:
         self._say("waiting for the last backups")
         self._backups.settle()
         return self.outcome
+
+    def warm_up(self, prompts: PromptSource) -> None:
+        """Make the server load what it postponed to its first request, so that no phase is timed with it."""
+        self._say("warming up")
+        self._client.generate(prompts.take(2 * self._profile.page_tokens), output_tokens=2)
 
     def one_prompt(self, base: Prompt, prompts: PromptSource) -> None:
         """Send one prompt cold, from L1, from L2, and from L3."""
@@ -125,8 +131,9 @@ class Scenario:
         self._measure("at-once-l3", batch, answers, CachedTokens(storage=expected))
         self._remember("restart-at-once", batch, answers)
 
-    def after_restart(self, subjects: dict[str, tuple[Subject, ...]]) -> Outcome:
+    def after_restart(self, subjects: dict[str, tuple[Subject, ...]], prompts: PromptSource) -> Outcome:
         """Send the stored prompts of an earlier run to a server that has just started."""
+        self.warm_up(prompts)
         for name, entries in subjects.items():
             expected = sum(subject.restorable_tokens for subject in entries)
             prompts, answers = [entry.prompt for entry in entries], [entry.answer for entry in entries]

@@ -29,8 +29,8 @@ def phase_table(report: Report) -> Table:
     """Build the table of phases."""
     table = Table(title=f"{report.model} ({report.selection})", title_justify="left")
     table.add_column("phase", no_wrap=True)
-    for heading in ("prompt tokens", "device", "host", "storage", "expected", "TTFT s", "max |Δlogprob|"):
-        table.add_column(heading, justify="right")
+    for heading in ("prompt", "device", "host", "storage", "expected", "TTFT s", "|Δlogprob|"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for phase in report.phases:
         table.add_row(
@@ -78,11 +78,7 @@ def verdict(report: Report) -> str:
 def _expected(expected: CachedTokens) -> str:
     parts = [
         f"{tokens} {tier}"
-        for tier, tokens in (
-            ("device", expected.device),
-            ("host", expected.host),
-            ("storage", expected.storage),
-        )
+        for tier, tokens in (("L1", expected.device), ("L2", expected.host), ("L3", expected.storage))
         if tokens
     ]
     return ", ".join(parts) or "0"

@@ -61,7 +61,7 @@ def validate(
     scenario = Scenario(
         client, profile, settings, _monitor(client, profile, surroundings, directory, say), say
     )
-    outcome = scenario.run(PromptSource(seed, surroundings.vocabulary or profile.vocabulary))
+    outcome = scenario.run(_prompts(profile, surroundings, seed))
     continuation = Continuation(
         model=profile.model,
         selection=selection,
@@ -78,9 +78,10 @@ def validate_after_restart(
     settings: Settings,
     surroundings: Surroundings,
     *,
+    seed: int,
     say: Say,
 ) -> tuple[Report, Continuation]:
-    """Send an earlier run's prompts to the restarted server; its phases come first in the report.
+    """Send an earlier run's prompts to the restarted server; the earlier phases come first in the report.
 
     Raises:
         ServerError: The server cannot be validated.
@@ -95,7 +96,7 @@ def validate_after_restart(
     scenario = Scenario(
         client, profile, settings, _monitor(client, profile, surroundings, directory, say), say
     )
-    outcome = scenario.after_restart(earlier.subjects)
+    outcome = scenario.after_restart(earlier.subjects, _prompts(profile, surroundings, seed))
     continuation = replace(earlier, phases=(*earlier.phases, *outcome.phases))
     return _report(continuation, directory), continuation
 
@@ -110,6 +111,10 @@ def read_profile(client: SGLangClient) -> ServerProfile:
         return ServerProfile.from_server(client.server_info(), client.model_info())
     except ValueError as error:
         raise ServerError(f"{client.url}: {error}") from error
+
+
+def _prompts(profile: ServerProfile, surroundings: Surroundings, seed: int) -> PromptSource:
+    return PromptSource(seed, surroundings.vocabulary or profile.vocabulary)
 
 
 def _selection(backend: str) -> str:

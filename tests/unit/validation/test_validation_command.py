@@ -131,7 +131,7 @@ def test_the_table_shows_each_phase_and_the_verdict(
     monkeypatch.setenv("COLUMNS", "160")
     run(fake_sglang)
     out = capsys.readouterr().out
-    assert "256 storage" in out
+    assert "256 L3" in out
     assert "OK: 1856 of 1856 restorable tokens came from storage in 4 phases" in out
 
 

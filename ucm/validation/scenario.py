@@ -136,8 +136,8 @@ class Scenario:
         self.warm_up(prompts)
         for name, entries in subjects.items():
             expected = sum(subject.restorable_tokens for subject in entries)
-            prompts, answers = [entry.prompt for entry in entries], [entry.answer for entry in entries]
-            self._measure(name, prompts, answers, CachedTokens(storage=expected))
+            stored, answers = [entry.prompt for entry in entries], [entry.answer for entry in entries]
+            self._measure(name, stored, answers, CachedTokens(storage=expected))
         return self.outcome
 
     def _reference(self, name: str, prompts: Sequence[Prompt]) -> list[Answer]:

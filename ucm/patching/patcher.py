@@ -268,7 +268,11 @@ class Patcher:
             shutil.rmtree(self._directory / name, ignore_errors=True)
 
     def _remove_directory(self) -> None:
-        shutil.rmtree(self._directory / "original", ignore_errors=True)
+        for path in self._directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
         # The lock goes last: from then on another process may own the directory.
         (self._directory / "lock").unlink()
         with contextlib.suppress(OSError):

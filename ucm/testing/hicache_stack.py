@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertPar
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from ucm.testing.host_pools import DevicePools, HostPools, Model, attach_host_pools
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -133,18 +135,24 @@ class HicacheStack:
         Args:
             tokens: What a prompt may take from the cache, at least one token short of the prompt.
         """
+        return self.finish_prefetch(self.begin_prefetch(tokens))
+
+    def begin_prefetch(self, tokens: Sequence[int]) -> CacheRequestHandle:
+        """Ask storage for a prompt, as `prefetch` does, and return at once."""
         request = self._request(tokens)
-        found = len(tokens) - request.host_hit_length - request.prefix_len
-        start = len(tokens) - found
-        handle = request.cache_request_handle
+        known = request.prefix_len + request.host_hit_length
         self.tree.prefetch_from_storage(
-            handle,
+            request.cache_request_handle,
             request.last_host_node,
-            request.full_untruncated_fill_ids[start : len(tokens)],
+            request.full_untruncated_fill_ids[known : len(tokens)],
             self.tree.get_last_hash_value(request.last_host_node),
             None,
-            matched_prefix_tokens=request.full_untruncated_fill_ids[:start],
+            matched_prefix_tokens=request.full_untruncated_fill_ids[:known],
         )
+        return request.cache_request_handle
+
+    def finish_prefetch(self, handle: CacheRequestHandle) -> int:
+        """Wait for a prefetch that was begun, and return the number of tokens it brought."""
         self._step_until(lambda: self.tree.check_prefetch_progress(handle))
         return int(self.tree.pop_prefetch_loaded_tokens(handle))
 
@@ -162,6 +170,11 @@ class HicacheStack:
         self.tree.ready_to_load_host_cache()
         self._step_until(lambda: not self.tree.ongoing_load_back)
         return Restored(storage_tokens, self._contents(self._request(tokens).last_node))
+
+    def page_hashes(self, tokens: Sequence[int]) -> list[str]:
+        """Return SGLang's storage hash of each page of a prompt."""
+        hashes: list[str] = get_storage_hash_str(self._key(tokens), None, self.device.page_tokens)
+        return hashes
 
     def settle(self) -> None:
         """Wait until every backup to host and storage is done."""

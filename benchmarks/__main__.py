@@ -87,10 +87,19 @@ def _checksum(directories: list[Path], arguments: argparse.Namespace) -> Report:
     return checksum.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 5.0)
 
 
+def _idle(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import idle
+
+    return idle.measure(
+        directories[0], watch_s=3.0 if arguments.quick else 60.0, with_servers=not arguments.quick
+    )
+
+
 BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "pools": _pools,
     "restore_v4": _restore_v4,
     "checksum": _checksum,
+    "idle": _idle,
 }
 
 

@@ -64,6 +64,10 @@ class Backend:
             HiCacheController._generic_page_set if is_generic else HiCacheController._page_set_zero_copy
         )
 
+    def register(self, name: str, pool: Any) -> None:
+        """Add a pool that arrives later than those of the model."""
+        self._backend.register_mem_host_pool_v2(pool, PoolName(name))
+
     def set_primary(self, keys: Sequence[str], indices: torch.Tensor) -> bool:
         """Back up pages of the primary KV."""
         return bool(self._page_set(self._controller, keys, indices, HiCacheStorageExtraInfo()))

@@ -18,13 +18,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucm.patching.errors import PatchingError
 from ucm.patching.patch_set import PatchSet, patch_sets_directory, supported_versions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WHEELS = REPOSITORY / ".nox" / "wheels"
@@ -33,9 +38,9 @@ WITHOUT_PATCH = "UCM_TEST_WITHOUT_PATCH"
 """Environment variable: tests that use a patched SGLang leave this patch out."""
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Check, print one line a release and one a problem, and return the exit status."""
-    arguments = _parse_arguments()
+    arguments = _parse_arguments(argv)
     return 1 if sum(not _is_good(version, arguments) for version in arguments.versions) else 0
 
 
@@ -73,29 +78,33 @@ def check_release(patch_set: PatchSet, package: Path | zipfile.Path) -> None:
 
 
 def check_needed(patch_set: PatchSet) -> None:
-    """Check that each patch's test passes with the patch and fails without it.
+    """Check that each patch's test passes with the patches, and fails without its own.
 
     Raises:
         PatchingError: It does not.
     """
+    _run_tests({patch.header["Test"] for patch in patch_set.patches}, without="", expected=0)
     for patch in patch_set.patches:
-        for without in ("", patch.name):
-            result = subprocess.run(  # The command is ours.
-                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", patch.header["Test"]],
-                cwd=REPOSITORY,
-                env={**os.environ, WITHOUT_PATCH: without},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            # 1 is pytest's status for failing tests; others say that it could not run them.
-            if result.returncode != (1 if without else 0):
-                state = "without" if without else "with"
-                raise PatchingError(
-                    f"{patch.name}: pytest {patch.header['Test']} {state} the patch returned "
-                    f"{result.returncode}:\n{result.stdout[-2000:]}"
-                )
+        # 1 is pytest's status for failing tests; others say that it could not run them.
+        _run_tests({patch.header["Test"]}, without=patch.name, expected=1)
         print(f"SGLang {patch_set.version}: {patch.name} is needed")
+
+
+def _run_tests(tests: set[str], *, without: str, expected: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", *sorted(tests)]
+    result = subprocess.run(  # The command is ours.
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, WITHOUT_PATCH: without},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode != expected:
+        raise PatchingError(
+            f"{WITHOUT_PATCH}={without} {shlex.join(command)} returned {result.returncode}, "
+            f"expected {expected}:\n{result.stdout[-2000:]}"
+        )
 
 
 def _is_good(version: str, arguments: argparse.Namespace) -> bool:
@@ -112,7 +121,7 @@ def _is_good(version: str, arguments: argparse.Namespace) -> bool:
     return True
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check the patch sets against the official SGLang releases.")
     supported = supported_versions(patch_sets_directory())
     parser.add_argument(
@@ -122,7 +131,7 @@ def _parse_arguments() -> argparse.Namespace:
     where.add_argument("--wheel", type=Path, help="SGLang's wheel of the one VERSION given")
     where.add_argument("--tree", type=Path, help="directory that has its `sglang` package")
     parser.add_argument("--needed", action="store_true", help="also run each patch's test without the patch")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if unknown := set(arguments.versions) - set(supported):
         parser.error(
             f"no patches for {', '.join(sorted(unknown))}; there are patches for {', '.join(supported)}"

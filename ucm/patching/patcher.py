@@ -248,7 +248,7 @@ class Patcher:
             raise InstallationError(
                 f"cannot change SGLang in {self._installation.package}: {error}. `ucm-sglang patch status` "
                 f"tells whether it is as it was. Run this as a user who may write there, or use the backend "
-                f"without patching (docs/selecting-the-backend.md)"
+                f"without patching (docs/configuration.md)"
             ) from error
 
     def _open_lock(self) -> int:

@@ -100,7 +100,7 @@ def test_layer_first_stays_for_other_backends(seen: dict[str, Any]) -> None:
 
 
 def test_every_rank_writes_its_own_draft_pages(seen: dict[str, Any]) -> None:
-    """The draft pool is of multi-head attention; its sliding-window twin, of latent attention, is a replica."""
+    """The draft pool is of multi-head attention; its sliding-window twin of latent attention is a replica."""
     assert seen["written on rank 1"] == {"draft": True, "draft_swa": False, "indexer": False, "mamba": True}
 
 

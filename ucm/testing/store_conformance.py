@@ -41,7 +41,7 @@ SPEC = StoreSpec(namespace="pool_4096x3", segment_bytes=(4096, 1, 903), identity
 OTHER_IDENTITY = StoreSpec(SPEC.namespace, SPEC.segment_bytes, b"another identity")
 
 # A deadline short enough to be waited for, and long enough for whatever does not hang.
-HURRY_S = 0.5
+HURRY_S = 1.0
 
 _GUARD = bytes(range(64))
 _UNTOUCHED = 0xEE
@@ -416,7 +416,7 @@ class DurableStoreConformance(StoreConformance):
     def test_processes_dumping_the_same_keys_end_in_one_good_block_each(
         self, store: KVStore, storage: Path
     ) -> None:
-        rounds, numbers = 50, list(range(8))
+        rounds, numbers = 100, list(range(16))
         writers = [_Child(_dump_rounds, type(self), storage, rounds, numbers, version) for version in (1, 2)]
         for round_number in range(rounds):
             for writer in writers:

@@ -25,8 +25,9 @@ class PosixStoreConfig:
         io_threads: Worker threads of the engine that all stores of a process
             share; if stores ask for different numbers, the largest counts.
         load_timeout_s: After this time a load returns with what it has.
-        dump_timeout_s: The same for a dump.
-        lookup_timeout_s: The same for a lookup, a delete, and opening the store.
+        dump_timeout_s: The same for a dump, a delete, each step of a scan, and opening
+            the store.
+        lookup_timeout_s: The same for a lookup.
     """
 
     storage_backends: tuple[str, ...]

@@ -94,10 +94,13 @@ class _Batch(Generic[T]):
         with self._changed:
             return self._changed.wait_for(self._is_over, timeout_s)
 
-    def finish(self) -> list[T | None]:
-        """Take the memory back and return the results there are; None where there is none."""
+    def end(self) -> None:
+        """Hand nothing out any more, and take the caller's memory back from the workers."""
         self.drained = True
         self._lease.revoke()
+
+    def results(self) -> list[T | None]:
+        """Return what was finished; None where nothing was."""
         if self._error:
             raise self._error
         return list(self._results)
@@ -141,25 +144,26 @@ class IoEngine:
             worker holds or gets the lease after that.
 
         Raises:
-            StoreUnavailableError: The engine is closed.
+            StoreUnavailableError: The engine is closed, or cannot start its first thread.
             Exception: Whatever `work` raised first.
         """
         if not count:
             return []
         deadline = time.monotonic() + timeout_s
         batch = _Batch(count, work, urgency)
-        self._submit(batch, min(count, workers))
         try:
+            self._submit(batch, min(count, workers))
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
                 if workers >= min(count, self._limit):
                     batch.wait(deadline - time.monotonic())
                     break
                 self._call(workers)
                 workers *= 2
-            return batch.finish()
         finally:
+            batch.end()
             with self._lock:
                 self._waiting.discard(batch)
+        return batch.results()
 
     def grow(self, threads: int) -> None:
         """Allow at least so many threads."""
@@ -195,10 +199,18 @@ class IoEngine:
             self._idle -= woken
             self._wake.notify(woken)
             for _ in range(min(workers - woken, self._limit - len(self._threads))):
-                name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
-                thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        name = f"{THREAD_NAME_PREFIX}-{len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:  # A limit on threads, or the interpreter is shutting down.
+            if not self._threads:
+                raise StoreUnavailableError(f"cannot start an I/O thread: {exc}") from exc
+        else:
+            self._threads.append(thread)
 
     def _serve(self) -> None:
         scratch = Scratch()

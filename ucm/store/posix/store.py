@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 # The kernel takes 1024 buffers in one call; the footer is one of them.
 _MAX_SEGMENTS = 1000
 _SHARDS_PER_SCAN_BATCH = 64
-# So much memory traffic is worth one more worker from the start.
-_BYTES_PER_WORKER = 1024 * 1024
+# So much data is worth one more worker from the start.
+_BYTES_PER_WORKER = 4 * 1024 * 1024
 
 
 _T = TypeVar("_T")

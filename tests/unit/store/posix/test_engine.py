@@ -157,6 +157,25 @@ def test_threads_are_never_more_than_allowed() -> None:
     assert io_threads() == []
 
 
+def test_an_engine_without_any_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    with pytest.raises(StoreUnavailableError, match="cannot start an I/O thread: can't start new thread"):
+        run(IoEngine(2), square, 1)
+
+
+def test_an_engine_that_cannot_start_more_threads_works_with_those_it_has(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(engine, square, 1)
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    results = engine.run(square, 100, urgency=Urgency.READ, timeout_s=LONG_S, workers=4)
+    assert results == [n * n for n in range(100)]
+
+
+def no_more_threads(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_closed_engine_refuses_work() -> None:
     engine = IoEngine(1)
     engine.close()

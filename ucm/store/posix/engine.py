@@ -75,6 +75,7 @@ class _Batch(Generic[T]):
         except LeaseRevokedError:
             self.drained = True
         except Exception as exc:
+            # `results` raises it again, in the caller's thread.
             self.drained = True
             error = exc
         with self._changed:

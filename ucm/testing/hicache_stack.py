@@ -12,7 +12,7 @@ import time
 from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
@@ -45,8 +45,8 @@ def dynamic_storage(
     module_path: str = "ucm.integration.sglang.unifiedcache_store",
     class_name: str = "UnifiedCacheStore",
     **options: object,
-) -> dict[str, object]:
-    """Return the `HicacheSettings` that select our backend as SGLang's `dynamic` one.
+) -> dict[str, Any]:
+    """Return the keywords of `HicacheSettings` that select our backend as SGLang's `dynamic` one.
 
     Args:
         storage_backends: Where to store.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
     from sglang.srt.server_args import ServerArgs
 
-_REQUESTS = 4
+_REQUESTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

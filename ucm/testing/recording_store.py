@@ -17,8 +17,11 @@ from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeAlias
 
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    Request: TypeAlias = tuple[str, list[str], dict[str, list[str] | None]]
 
 _RECORDED = (
     "register_mem_pool_host",
@@ -61,6 +64,11 @@ class RecordingStore(UnifiedCacheStore):
     def of(self, *methods: str) -> list[StorageCall]:
         """Return the calls of some methods."""
         return [call for call in self.calls if call.method in methods]
+
+    def requests(self, *methods: str) -> list[Request]:
+        """Return what was asked with some methods, or with all."""
+        calls = self.of(*methods) if methods else self.calls
+        return [(call.method, call.keys, call.pools) for call in calls]
 
     def _record(
         self, method: str, call: Callable[..., object], *arguments: object, **keywords: object

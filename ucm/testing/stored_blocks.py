@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The blocks of our backend as files, found without its own code.
 
-The key texts and directories are written out here a second time, from the description of the format, so that a
-change of either shows as a failing test instead of a cache that nobody finds any more.
+The key texts and directories are written out here a second time, from the description of the format, so that
+a change of either shows as a failing test instead of a cache that nobody finds any more.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ucm.store import Block, BlockStatus
     from ucm.testing.fault_injecting_store import Operation
     from ucm.testing.hicache_stack import Contents
-    from ucm.testing.recording_store import StorageCall
+    from ucm.testing.recording_store import Request
 
 PAGE_TOKENS = 64
 MODEL_NAME = "org/model"
@@ -63,12 +63,6 @@ def serve(
     return hicache_stack(model, settings, seed=seed)
 
 
-def summary(stack: HicacheStack, *methods: str) -> list[tuple[str, list[str], dict[str, list[str] | None]]]:
-    """Return what SGLang asked of a recording backend."""
-    calls: list[StorageCall] = stack.backend.of(*methods) if methods else stack.backend.calls
-    return [(call.method, call.keys, call.pools) for call in calls]
-
-
 def assert_holds(restored: Contents, inserted: Contents, pages: int) -> None:
     """Compare what is on the device with the first `pages` pages that were inserted."""
     assert len(restored["kv"]) == pages
@@ -94,11 +88,11 @@ def test_a_mamba_state_is_written_before_its_kv_and_read_after_it(tmp_path: Path
     with serve(tmp_path, MambaModel()) as first:
         first.insert(PREFIX)
         hashes = first.page_hashes(PREFIX)
-        writes = summary(first)
+        writes = first.backend.requests()
     with serve(tmp_path, MambaModel()) as second:
         second.restore(PREFIX)
-        reads = summary(second)
-    attach = [
+        reads = second.backend.requests()
+    attach: list[Request] = [
         ("register_mem_pool_host", [], {}),
         ("register_mem_host_pool_v2", [], {"kv": None}),
         ("register_mem_host_pool_v2", [], {"mamba": None}),
@@ -120,10 +114,10 @@ def test_an_indexer_is_looked_up_without_keys_and_read_with_all_of_them(tmp_path
     with serve(tmp_path, DsaModel()) as first:
         first.insert(PREFIX)
         hashes = first.page_hashes(PREFIX)
-        writes = summary(first, "batch_set_v1", "batch_set_v2")
+        writes = first.backend.requests("batch_set_v1", "batch_set_v2")
     with serve(tmp_path, DsaModel()) as second:
         second.restore(PREFIX)
-        reads = summary(second, "batch_exists_v2", "batch_get_v1", "batch_get_v2")
+        reads = second.backend.requests("batch_exists_v2", "batch_get_v1", "batch_get_v2")
     assert writes == [("batch_set_v2", [], {"indexer": hashes}), ("batch_set_v1", hashes, {})]
     assert reads == [
         ("batch_exists_v2", hashes, {"indexer": None}),
@@ -139,7 +133,7 @@ def test_only_the_window_of_a_sliding_window_pool_is_read(tmp_path: Path) -> Non
         hashes = first.page_hashes(PREFIX)
     with serve(tmp_path, SwaModel(window_tokens=2 * PAGE_TOKENS)) as second:
         second.restore(PREFIX)
-        reads = summary(second, "batch_exists_v2", "batch_get_v1", "batch_get_v2")
+        reads = second.backend.requests("batch_exists_v2", "batch_get_v1", "batch_get_v2")
     assert reads == [
         ("batch_exists_v2", hashes, {"swa": ["__placeholder__"] * 2}),
         ("batch_get_v1", hashes, {}),

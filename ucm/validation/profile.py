@@ -25,6 +25,7 @@ class ServerProfile:
     """The rules of one server that decide how many tokens of a prompt can be reused.
 
     Args:
+        model: The name it is served under.
         step_tokens: Reusable prefixes end at multiples of this.
         ends_where_stored: Some pool keeps state only at the end of what was inserted, so that an earlier
             multiple of `step_tokens` cannot be resumed from.
@@ -72,7 +73,7 @@ class ServerProfile:
         threshold = extra.get("prefetch_threshold", PREFETCH_THRESHOLD_TOKENS)
         chunk = server.get("chunked_prefill_size")
         return cls(
-            model=model_path,
+            model=str(model.get("served_model_name") or model_path),
             vocabulary=min(_vocabulary(Path(model_path)) or MAX_TOKEN_ID, MAX_TOKEN_ID),
             page_tokens=page_tokens,
             step_tokens=max(page_tokens, STATE_CHUNK_TOKENS) if recurrent else page_tokens,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-_NAMESPACE = re.compile(r"(?P<pool>.+)_(?P<component_bytes>\d+)x(?P<components>\d+)")
+_NAMESPACE = re.compile(r"sglang_v2/(?P<pool>.+)_(?P<component_bytes>\d+)x(?P<components>\d+)")
 SIDECARS = "sglang_v2"
 PRIMARY = "kv"
 
@@ -28,55 +28,62 @@ class StorageDirectory:
 
     def pools(self) -> tuple[PoolUsage, ...]:
         """Count the blocks of every pool: the primary KV first, sidecars by name."""
-        primary = Counter(block.stat().st_size - FOOTER_BYTES for block in self._primary_blocks())
-        sidecars = Counter(namespace.name for namespace in self._namespaces() for _ in _blocks(namespace))
-        return tuple(
-            [
-                PoolUsage(name=PRIMARY, namespace="", page_bytes=size, pages=pages, bytes=size * pages)
-                for size, pages in sorted(primary.items())
-            ]
-            + [_sidecar_usage(name, pages) for name, pages in sorted(sidecars.items())]
-        )
+        blocks = self.blocks()
+        sizes = Counter(filter(None, map(_payload_bytes, blocks.pop("", []))))
+        primary = [
+            PoolUsage(name=PRIMARY, namespace="", page_bytes=size, pages=pages, bytes=size * pages)
+            for size, pages in sorted(sizes.items())
+        ]
+        return (*primary, *(_sidecar_usage(name, len(files)) for name, files in sorted(blocks.items())))
+
+    def blocks(self) -> dict[str, list[Path]]:
+        """Return the block files by namespace; "" is the primary KV."""
+        blocks: dict[str, list[Path]] = {}
+        for root in self.roots:
+            for namespace in ("", *_sidecar_namespaces(root)):
+                blocks.setdefault(namespace, []).extend(_blocks(root / namespace))
+        return {namespace: files for namespace, files in blocks.items() if files}
 
     def pages(self) -> dict[str, int]:
         """Return the number of blocks by namespace; "" is the primary KV."""
-        pages = Counter("" for _ in self._primary_blocks())
-        for namespace in self._namespaces():
-            pages[f"{SIDECARS}/{namespace.name}"] += sum(1 for _ in _blocks(namespace))
-        return dict(pages)
+        return {namespace: len(files) for namespace, files in self.blocks().items()}
 
-    def blocks(self, namespace: str) -> list[Path]:
-        """Return the block files of a namespace; "" is the primary KV."""
-        if not namespace:
-            return list(self._primary_blocks())
-        return [block for root in self.roots for block in _blocks(root / namespace)]
 
-    def _primary_blocks(self) -> Iterator[Path]:
-        for root in self.roots:
-            yield from _blocks(root)
-
-    def _namespaces(self) -> Iterator[Path]:
-        for root in self.roots:
-            if (root / SIDECARS).is_dir():
-                yield from (entry for entry in (root / SIDECARS).iterdir() if entry.is_dir())
+def _sidecar_namespaces(root: Path) -> list[str]:
+    if not (root / SIDECARS).is_dir():
+        return []
+    return [f"{SIDECARS}/{entry.name}" for entry in (root / SIDECARS).iterdir() if entry.is_dir()]
 
 
 def _blocks(namespace: Path) -> Iterator[Path]:
-    """Yield the block files below the shard directories of one namespace."""
+    """Yield the block files of one namespace."""
     if not namespace.is_dir():
         return
     for shard in namespace.iterdir():
         if is_shard_name(shard.name):
-            yield from (path for path in shard.iterdir() if key_of(path.name))
+            yield from (block for block in shard.iterdir() if key_of(block.name))
 
 
-def _sidecar_usage(directory: str, pages: int) -> PoolUsage:
-    match = _NAMESPACE.fullmatch(directory)
-    name = match["pool"] if match else directory
+def _payload_bytes(block: Path) -> int:
+    """Return the size of a block without its footer; 0 if another process has just removed it."""
+    try:
+        return block.stat().st_size - FOOTER_BYTES
+    except FileNotFoundError:
+        return 0
+
+
+def pool_name(namespace: str) -> str:
+    """Return the pool that a namespace belongs to."""
+    match = _NAMESPACE.fullmatch(namespace)
+    return match["pool"] if match else namespace or PRIMARY
+
+
+def _sidecar_usage(namespace: str, pages: int) -> PoolUsage:
+    match = _NAMESPACE.fullmatch(namespace)
     page_bytes = int(match["component_bytes"]) * int(match["components"]) if match else 0
     return PoolUsage(
-        name=name,
-        namespace=f"{SIDECARS}/{directory}",
+        name=pool_name(namespace),
+        namespace=namespace,
         page_bytes=page_bytes,
         pages=pages,
         bytes=pages * page_bytes,

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: MIT
+"""Watch a real SGLang server restore a hybrid model's prefix from disk after a restart; no GPU needed.
+
+Writes a tiny model, patches a copy of the installed SGLang, serves the model with our backend, validates the
+hit rates of every tier, restarts the server, and validates that the restarted one restores all from disk.
+Everything goes below `reports/demo`: the report, the servers' logs, and what was stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_cpu import launch
+from sglang_cpu.tiny_models import WRITERS
+
+from ucm.testing.cpu_deployment import CpuDeployment, RestartableServer
+from ucm.testing.sglang_selection import Selection, patched_copy
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+REPORTS = Path(__file__).resolve().parent.parent / "reports" / "demo"
+TAIL_LINES = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoModel:
+    """A model the demo shows.
+
+    Args:
+        family: Which tiny model to write.
+        served_name: What the server and the report call it.
+        about: What is special about its cache, for the reader.
+        report: File name below the reports directory.
+        flags: What its server needs besides.
+    """
+
+    family: str
+    served_name: str
+    about: str
+    report: str
+    flags: tuple[str, ...] = ()
+
+
+MODELS = (
+    DemoModel(
+        family="qwen3_5",
+        served_name="qwen3.5-tiny",
+        about="recurrent (MAMBA) state in three layers, KV in one: a prefix needs both",
+        report="report.json",
+    ),
+)
+
+
+def main() -> int:
+    """Run the demo and return its exit status: 0 if every expectation was met."""
+    families = [model.family for model in MODELS]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "families", nargs="*", metavar="MODEL", help=f"of {', '.join(families)} (default: all)"
+    )
+    wanted = parser.parse_args().families or families
+    if unknown := set(wanted) - set(families):
+        parser.error(f"unknown model {', '.join(sorted(unknown))}; there are {', '.join(families)}")
+    # So that servers end when the demo is ended.
+    signal.signal(signal.SIGTERM, _exit)
+
+    started = time.monotonic()
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    try:
+        _step("Patch a copy of the installed SGLang, so that it knows the backend `unifiedcache`")
+        patched = patched_copy(REPORTS / "site-packages")
+        met = [_show(model, patched) for model in MODELS if model.family in wanted]
+    except launch.ServerFailedError as error:
+        print(f"\nThe server did not start: {error}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(REPORTS / "site-packages", ignore_errors=True)
+    print(f"\n{time.monotonic() - started:.0f} s; reports and logs are in {REPORTS}")
+    return 0 if all(met) else 1
+
+
+def _show(model: DemoModel, patched: Path) -> bool:
+    """Serve, validate, restart and validate again; tell whether all expectations were met."""
+    _step(f"Write {model.served_name}: {model.about}")
+    directory = REPORTS / model.family
+    checkpoint = directory / "model"
+    checkpoint.mkdir(parents=True)
+    WRITERS[model.family](checkpoint, 0)
+    deployment = CpuDeployment(
+        model=checkpoint,
+        selection=Selection.PATCHED,
+        patched=patched,
+        layout="page_first",
+        chunk_tokens=-1,
+        storage_roots=(directory / "storage",),
+        extra_flags=("--served-model-name", model.served_name, *model.flags),
+    )
+    report = REPORTS / model.report
+    _step("Start the server (about a minute)")
+    with RestartableServer(deployment, directory) as server:
+        _step("Send prompts cold, from L1, from L2, and from disk after a flush of both")
+        first = _validate(server, "--report", str(report), "--selection", deployment.selection.value)
+        _step("Restart the server: only what is on disk survives")
+        server.restart()
+        _step("Send the same prompts to the restarted server")
+        second = _validate(server, "--after-restart", str(report))
+        if first or second:
+            print(f"\nThe end of {server.logs[-1]}:", file=sys.stderr)
+            print("\n".join(server.logs[-1].read_text().splitlines()[-TAIL_LINES:]), file=sys.stderr)
+    return _verdict(model, report)
+
+
+def _validate(server: RestartableServer, *arguments: str) -> int:
+    """Run `ucm-sglang validate` and return its exit status."""
+    command = [sys.executable, "-m", "ucm.cli.main", "validate", "--url", server.url, *arguments]
+    print("$ ucm-sglang", *command[3:], flush=True)
+    return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
+
+
+def _verdict(model: DemoModel, report: Path) -> bool:
+    """Print what the restart restored, from the report."""
+    if not report.exists():
+        print(f"\nFAILED: {model.served_name} could not be validated")
+        return False
+    document = json.loads(report.read_text())
+    restarted = [phase for phase in document["phases"] if phase["name"].startswith("restart")]
+    restored = sum(phase["cached"]["storage"] for phase in restarted)
+    expected = sum(phase["expected_storage"] for phase in restarted)
+    delta = max((phase["max_abs_logprob_delta"] for phase in restarted), default=0.0)
+    met = bool(document["ok"] and restarted)
+    print(
+        f"\n{'PASSED' if met else 'FAILED'}: after its restart the server took {restored} of {expected} "
+        f"restorable tokens of {model.served_name} from disk; largest logprob difference to the uncached "
+        f"answers: {delta:g}"
+    )
+    return met
+
+
+def _step(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: MIT
+"""What every end-to-end test needs once: models and a patched SGLang."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from sglang_cpu.tiny_models import WRITERS
+
+from ucm.testing.sglang_selection import patched_copy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5: full attention and recurrent layers."""
+    directory = tmp_path_factory.mktemp("qwen3_5")
+    WRITERS["qwen3_5"](directory, 0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def patched_sglang(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the installed SGLang, patched by `ucm-sglang patch apply`."""
+    return patched_copy(tmp_path_factory.mktemp("patched"))

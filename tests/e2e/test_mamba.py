@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: MIT
+"""A real server with a MAMBA hybrid: reuse from every tier, restart, damage, replicas.
+
+Two deployments cover both layouts, whole and chunked prefill, and two ways of selecting the backend; a
+replica of the first covers the third way. Each server is started once and restarted once; tests run in the
+order of this file, and every prompt is new, so that they do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ucm.testing import block_damage
+from ucm.testing.cpu_deployment import CpuDeployment, thread_names
+from ucm.testing.served_model import ServedModel, wait_until
+from ucm.testing.sglang_selection import Selection
+from ucm.validation.results import Answer, CachedTokens, Continuation, Report
+from ucm.validation.scenario import Settings
+from ucm.validation.validate import Surroundings, validate, validate_after_restart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ucm.validation.client import Reply
+
+PAGE_TOKENS = 64
+PROMPT_TOKENS = 298
+RESTORABLE_TOKENS = 256
+LOGPROB_TOLERANCE = 1e-5
+MAX_IO_THREADS = 16
+
+POOLS = ["kv", "mamba"]
+
+FIRST_RUN = {
+    "cold": CachedTokens(),
+    "warm-l1": CachedTokens(device=256),
+    "evicted-l2": CachedTokens(host=256),
+    "flushed-l3": CachedTokens(storage=256),
+    "longer-l3": CachedTokens(storage=256),
+    "turn-1-cold": CachedTokens(),
+    "turn-2-l1": CachedTokens(device=256),
+    "turn-3-l3": CachedTokens(storage=320),
+    "at-once-cold": CachedTokens(),
+    "at-once-l3": CachedTokens(storage=4 * 256),
+}
+AFTER_RESTART = {
+    "restart": CachedTokens(storage=256),
+    "restart-longer": CachedTokens(storage=384),
+    "restart-conversation": CachedTokens(storage=384),
+    "restart-at-once": CachedTokens(storage=4 * 256),
+}
+
+DAMAGES: list[Callable[[Path], None]] = [
+    block_damage.flip_payload,
+    block_damage.flip_footer,
+    block_damage.cut,
+    block_damage.empty,
+    block_damage.zero,
+    block_damage.remove,
+]
+
+
+@dataclass(frozen=True)
+class Validated:
+    report: Report
+    continuation: Continuation
+
+
+@pytest.fixture(scope="module", params=["patched", "plugin"])
+def served(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    qwen3_5: Path,
+    patched_sglang: Path,
+) -> Iterator[ServedModel]:
+    """The running deployment that a test is about."""
+    directory = tmp_path_factory.mktemp(request.param)
+    patched = CpuDeployment(
+        model=qwen3_5,
+        selection=Selection.PATCHED,
+        patched=patched_sglang,
+        layout="page_first",
+        chunk_tokens=-1,
+        storage_roots=(directory / "kv",),
+    )
+    plugin = replace(
+        patched,
+        selection=Selection.PLUGIN,
+        layout="page_first_direct",
+        chunk_tokens=128,
+        storage_roots=(directory / "kv-a", directory / "kv-b"),
+    )
+    deployment = {"patched": patched, "plugin": plugin}[request.param]
+    with ServedModel(deployment, directory, seed=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def first_run(served: ServedModel) -> Validated:
+    """The scenario on the server as it was started first."""
+    surroundings = Surroundings(selection=served.deployment.selection.value)
+    return Validated(*validate(served.client, Settings(), surroundings, seed=2, say=print))
+
+
+@pytest.fixture(scope="module")
+def after_restart(served: ServedModel, first_run: Validated) -> Validated:
+    """The scenario's prompts on the restarted server."""
+    served.server.restart()
+    return Validated(
+        *validate_after_restart(
+            served.client, first_run.continuation, Settings(), Surroundings(), seed=3, say=print
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def replica(served: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+    """A second server on the same directory, which gets the backend by `dynamic` loading."""
+    deployment = replace(served.deployment, selection=Selection.DYNAMIC, patched=None)
+    with ServedModel(deployment, tmp_path_factory.mktemp("replica"), seed=4) as model:
+        yield model
+
+
+def assert_same_answer(answer: Answer, reference: Answer) -> None:
+    assert answer.tokens == reference.tokens
+    assert reference.max_abs_logprob_delta(answer) <= LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("name", FIRST_RUN)
+def test_every_tier_gives_all_that_is_restorable(name: str, first_run: Validated) -> None:
+    (phase,) = (phase for phase in first_run.report.phases if phase.name == name)
+    assert phase.cached == FIRST_RUN[name]
+    assert phase.problems == ()
+    assert phase.max_abs_logprob_delta <= LOGPROB_TOLERANCE
+
+
+def test_both_pools_are_stored_below_their_own_namespace(first_run: Validated) -> None:
+    pools = {pool.name: (pool.namespace, pool.page_bytes) for pool in first_run.report.pools}
+    assert pools == {"kv": ("", 16384), "mamba": ("sglang_v2/mamba_53760x1", 53760)}
+
+
+def test_the_backend_adds_at_most_16_threads(served: ServedModel, first_run: Validated) -> None:
+    (scheduler,) = served.server.scheduler_pids()
+    ours = [name for name in thread_names(scheduler) if name.startswith("ucm-io")]
+    assert first_run.report.ok
+    assert 1 <= len(ours) <= MAX_IO_THREADS
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_block_is_a_miss_and_the_answer_is_right(
+    damage: Callable[[Path], None], pool: str, served: ServedModel
+) -> None:
+    stored = served.store(served.prompts.take(PROMPT_TOKENS))
+    damage(stored.blocks[pool][0])
+    reply = served.generate(stored.prompt)
+    assert reply.cached == CachedTokens()
+    assert_same_answer(reply.answer, stored.answer)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_block_of_another_key_is_a_miss(pool: str, served: ServedModel) -> None:
+    other = served.store(served.prompts.take(PROMPT_TOKENS))
+    stored = served.store(served.prompts.take(PROMPT_TOKENS))
+    block_damage.replace_by(other.blocks[pool][0])(stored.blocks[pool][0])
+    reply = served.generate(stored.prompt)
+    assert reply.cached == CachedTokens()
+    assert_same_answer(reply.answer, stored.answer)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_damaged_block_is_written_anew(pool: str, served: ServedModel) -> None:
+    stored = served.store(served.prompts.take(PROMPT_TOKENS))
+    block = stored.blocks[pool][0]
+    good = block.read_bytes()
+    block_damage.flip_payload(block)
+    served.generate(stored.prompt)
+    wait_until(lambda: block.exists() and block.read_bytes() == good, f"{block} holds what was stored first")
+    served.client.flush_cache()
+    assert served.generate(stored.prompt).cached == CachedTokens(storage=RESTORABLE_TOKENS)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_a_block_holds_shows_in_the_answer(pool: str, served: ServedModel) -> None:
+    # Without this, the tests above would pass for a pool whose bytes do not matter.
+    stored = served.store(served.prompts.take(PROMPT_TOKENS))
+    for block in stored.blocks[pool]:
+        block_damage.forge(block)
+    reply = served.generate(stored.prompt)
+    assert reply.cached == CachedTokens(storage=RESTORABLE_TOKENS)
+    assert stored.answer.max_abs_logprob_delta(reply.answer) > 1000 * LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("name", AFTER_RESTART)
+def test_a_restarted_server_restores_from_storage(name: str, after_restart: Validated) -> None:
+    (phase,) = (phase for phase in after_restart.report.phases if phase.name == name)
+    assert phase.cached == AFTER_RESTART[name]
+    assert phase.problems == ()
+    assert phase.max_abs_logprob_delta <= LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("served", ["patched"], indirect=True)
+def test_a_replica_restores_what_another_server_stored(
+    served: ServedModel, after_restart: Validated, replica: ServedModel
+) -> None:
+    assert after_restart.report.ok
+    stored = served.store(served.prompts.take(PROMPT_TOKENS))
+    reply = replica.generate(stored.prompt)
+    assert reply.cached == CachedTokens(storage=RESTORABLE_TOKENS)
+    assert_same_answer(reply.answer, stored.answer)
+
+
+@pytest.mark.parametrize("served", ["patched"], indirect=True)
+def test_a_server_restores_what_a_dynamic_replica_stored(
+    served: ServedModel, after_restart: Validated, replica: ServedModel
+) -> None:
+    assert after_restart.report.ok
+    stored = replica.store(replica.prompts.take(PROMPT_TOKENS))
+    reply = served.generate(stored.prompt)
+    assert reply.cached == CachedTokens(storage=RESTORABLE_TOKENS)
+    assert_same_answer(reply.answer, stored.answer)
+
+
+@pytest.mark.parametrize("served", ["patched"], indirect=True)
+def test_replicas_that_store_the_same_prompts_at_once_do_not_disturb_each_other(
+    served: ServedModel, after_restart: Validated, replica: ServedModel
+) -> None:
+    assert after_restart.report.ok
+    prompts = [served.prompts.take(PROMPT_TOKENS) for _ in range(4)]
+    backups = served.watch_backups()
+    backups.expect(len(prompts) * RESTORABLE_TOKENS // PAGE_TOKENS)
+    computed = generate_on_both(served, replica, prompts)
+    backups.settle()
+    served.client.flush_cache()
+    replica.client.flush_cache()
+    restored = generate_on_both(served, replica, prompts)
+    assert [reply.cached.storage for reply in restored] == [RESTORABLE_TOKENS] * len(restored)
+    for reply, reference in zip(restored, computed, strict=True):
+        assert_same_answer(reply.answer, reference.answer)
+
+
+def test_no_server_log_tells_of_an_exception(served: ServedModel, after_restart: Validated) -> None:
+    assert after_restart.report.ok
+    lines = [line for log in served.server.logs for line in log.read_text().splitlines()]
+    assert [line for line in lines if "Traceback" in line or "ERROR" in line] == []
+
+
+def generate_on_both(
+    served: ServedModel, replica: ServedModel, prompts: list[tuple[int, ...]]
+) -> list[Reply]:
+    """Send all prompts to both servers at once."""
+    with ThreadPoolExecutor(max_workers=2 * len(prompts)) as pool:
+        replies = [pool.submit(model.generate, prompt) for prompt in prompts for model in (served, replica)]
+        return [reply.result() for reply in replies]

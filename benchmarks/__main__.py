@@ -49,6 +49,12 @@ def main() -> int:
         "--only", default="", metavar="TEXT", help="of `pools`: just models with TEXT in their name"
     )
     parser.add_argument(
+        "--native",
+        type=Path,
+        metavar="DIR",
+        help="of `store`: where the native wheel is installed already (pip install --target DIR --no-deps)",
+    )
+    parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="where results are written"
     )
     arguments = parser.parse_args()
@@ -87,6 +93,18 @@ def _checksum(directories: list[Path], arguments: argparse.Namespace) -> Report:
     return checksum.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 5.0)
 
 
+def _store(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import store
+
+    sizes = store.PAGE_BYTES[::3] if arguments.quick else store.PAGE_BYTES
+    with tempfile.TemporaryDirectory() as temporary:
+        native = arguments.native or Path(temporary)
+        if arguments.native is None:
+            store.install_native(native)
+        budget_s = 0.0 if arguments.quick else 3.0
+        return store.measure(directories, native=native, page_sizes=sizes, budget_s=budget_s)
+
+
 def _idle(directories: list[Path], arguments: argparse.Namespace) -> Report:
     from benchmarks import idle
 
@@ -100,6 +118,7 @@ BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "restore_v4": _restore_v4,
     "checksum": _checksum,
     "idle": _idle,
+    "store": _store,
 }
 
 

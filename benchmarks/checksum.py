@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from benchmarks.host_memory import PrivatePages
 from benchmarks.machine import describe_filesystem
-from benchmarks.pairs import Contestant, expect, run_pairs
+from benchmarks.pages import PrivatePages
+from benchmarks.pairs import LocalContestant, expect, run_pairs
 from benchmarks.plot import draw_speedups
 from benchmarks.results import (
     Comparison,
@@ -86,7 +86,7 @@ def measure(directories: Sequence[Path], *, page_sizes: Sequence[int], budget_s:
     )
 
 
-class Loading(Contestant):
+class Loading(LocalContestant):
     """Loads the same blocks again and again."""
 
     def __init__(self, store: KVStore, pages: PrivatePages, name: str) -> None:

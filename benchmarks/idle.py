@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.backends import FILE, OURS, Backend, transfer
-from benchmarks.host_memory import HostPages
+from benchmarks.host_pages import HostPages
 from benchmarks.pairs import expect
 from benchmarks.processes import usage
 from benchmarks.results import Report, Table, progress

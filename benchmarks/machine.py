@@ -37,6 +37,14 @@ def describe_filesystem(directory: Path) -> str:
     return found
 
 
+def available_memory_bytes() -> int:
+    """Return how much memory can be used without taking any from others."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo does not tell the available memory")
+
+
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")

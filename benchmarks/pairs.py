@@ -22,14 +22,38 @@ MOST_PAIRS = 31
 
 
 class Contestant(ABC):
-    """One side of a comparison. Only `run` is timed.
+    """One side of a comparison.
 
     `round_number` grows from 0; what one round leaves behind must not help a later one.
     """
 
     name: str
 
-    def prepare(self, phase: str, round_number: int) -> None:  # noqa: B027 (a contestant may need none)
+    @abstractmethod
+    def timed(self, phase: str, round_number: int) -> float:
+        """Do one phase of one round and return the seconds that the work took, without its checks.
+
+        Raises:
+            AssertionError: The work was not done right.
+        """
+
+    def finish(self, round_number: int) -> None:  # noqa: B027 (most have nothing to tidy up)
+        """Tidy up after the last phase of a round."""
+
+
+class LocalContestant(Contestant):
+    """A contestant whose work is one call in this thread."""
+
+    def timed(self, phase: str, round_number: int) -> float:
+        """Time `run` alone."""
+        self.prepare(phase, round_number)
+        started = time.perf_counter()
+        result = self.run(phase, round_number)
+        seconds = time.perf_counter() - started
+        self.check(phase, round_number, result)
+        return seconds
+
+    def prepare(self, phase: str, round_number: int) -> None:
         """Get ready for one phase of one round."""
 
     @abstractmethod
@@ -39,9 +63,6 @@ class Contestant(ABC):
     @abstractmethod
     def check(self, phase: str, round_number: int, result: object) -> None:
         """Raise `AssertionError` unless the work was done right."""
-
-    def finish(self, round_number: int) -> None:  # noqa: B027 (a contestant may need none)
-        """Tidy up after the last phase of a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +115,8 @@ def _turn(
     order: tuple[Contestant, Contestant], phases: Sequence[str], round_number: int
 ) -> dict[tuple[Contestant, str], float]:
     seconds = {
-        (contestant, phase): _timed(contestant, phase, round_number)
-        for phase in phases
-        for contestant in order
+        (contestant, phase): contestant.timed(phase, round_number) for phase in phases for contestant in order
     }
     for contestant in order:
         contestant.finish(round_number)
-    return seconds
-
-
-def _timed(contestant: Contestant, phase: str, round_number: int) -> float:
-    contestant.prepare(phase, round_number)
-    started = time.perf_counter()
-    result = contestant.run(phase, round_number)
-    seconds = time.perf_counter() - started
-    contestant.check(phase, round_number, result)
     return seconds

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.backends import FILE, OURS, Backend, transfer
-from benchmarks.host_memory import HostPages
-from benchmarks.machine import describe_filesystem
-from benchmarks.pairs import Contestant, run_pairs
+from benchmarks.host_pages import HostPages
+from benchmarks.machine import available_memory_bytes, describe_filesystem
+from benchmarks.pairs import LocalContestant, run_pairs
 from benchmarks.plot import draw_speedups
 from benchmarks.results import (
     Comparison,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 LARGE_PAGE_BYTES = 500_000
 LARGE_PAGE_SPEEDUP = 1.5
+SPARE_BYTES = 2_000_000_000
 PRIMARY = "kv"
 BUSY = ", busy"
 METHOD = """\
@@ -158,7 +159,7 @@ def measure(
     )
 
 
-class ModelContestant(Contestant):
+class ModelContestant(LocalContestant):
     """One backend working on all pools of a model; a phase is a call and a pool."""
 
     def __init__(self, backend: Backend, pages: dict[str, HostPages], count: int) -> None:
@@ -212,15 +213,15 @@ class ModelContestant(Contestant):
 def _measure_case(
     case: Case, directories: Sequence[Path], batches: Sequence[int], budget_s: float
 ) -> list[Comparison]:
-    pages_needed = max(batches)
     # The assembler makes host pools twice as large as the device pools, and SWA wants more than one page.
     pools = host_pools(
         case.model,
         page_tokens=case.page_tokens,
-        pages=max(4, pages_needed // 2),
+        pages=max(4, max(batches) // 2),
         draft_tokens=case.draft_tokens,
     )
-    pages = {name: HostPages(pools[name], pages_needed) for name in pools.names}
+    batches = _batches_that_fit(case, pools, batches)
+    pages = {name: HostPages(pools[name], max(batches)) for name in pools.names}
     for pool_pages in pages.values():
         pool_pages.fill()
     comparisons = []
@@ -232,9 +233,21 @@ def _measure_case(
                 comparisons += _compare(case, ours, other, pages, count, storage, budget_s)
             if number == 0:
                 with _spinning_thread():
-                    progress(f"pools: {case.name}, {pages_needed} pages, {storage}{BUSY}")
-                    comparisons += _compare(case, ours, other, pages, pages_needed, storage + BUSY, budget_s)
+                    progress(f"pools: {case.name}, {max(batches)} pages, {storage}{BUSY}")
+                    comparisons += _compare(case, ours, other, pages, max(batches), storage + BUSY, budget_s)
     return comparisons
+
+
+def _batches_that_fit(case: Case, pools: HostPools, batches: Sequence[int]) -> list[int]:
+    """Leave out batches that would not fit into memory: once in the pools, twice stored."""
+    bytes_per_page = 3 * sum(HostPages(pools[name], 1).page_bytes for name in pools.names)
+    room = available_memory_bytes() - SPARE_BYTES
+    fitting = [count for count in batches if count * bytes_per_page <= room]
+    for count in set(batches) - set(fitting):
+        progress(
+            f"pools: {case.name}, {count} pages left out: they need {format_bytes(count * bytes_per_page)}"
+        )
+    return fitting
 
 
 def _compare(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.backends import OURS, TRAILING_POOLS, Backend, transfer
-from benchmarks.host_memory import HostPages
+from benchmarks.host_pages import HostPages
 from benchmarks.machine import describe_filesystem
-from benchmarks.pairs import Contestant, expect, run_pairs
+from benchmarks.pairs import LocalContestant, expect, run_pairs
 from benchmarks.plot import draw_speedups
 from benchmarks.results import (
     Comparison,
@@ -98,7 +98,7 @@ def measure(directories: Sequence[Path], *, budget_s: float) -> Report:
     )
 
 
-class BackendRestore(Contestant):
+class BackendRestore(LocalContestant):
     """Stores all pages once, then restores them again and again."""
 
     name = OURS
@@ -135,7 +135,7 @@ class BackendRestore(Contestant):
         return transfer(name, self._keys[:count], self._pages[name].first_indices(count))
 
 
-class PlainRestore(Contestant):
+class PlainRestore(LocalContestant):
     """One plain file per pool, its pages one after the other."""
 
     name = "plain files"

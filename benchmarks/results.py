@@ -134,7 +134,10 @@ def format_bytes(count: int) -> str:
     """Write a size as a person would: `177 KB`, `6.59 MB`."""
     if count < 1000:
         return f"{count} B"
-    return f"{count / 1e3:.3g} KB" if count < 1e6 else f"{count / 1e6:.3g} MB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} KB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""Set, get and look up a batch of blocks: the same work for any store."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from benchmarks.pages import PrivatePages
+from benchmarks.pairs import LocalContestant, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SET, GET, HIT, MISS = "set", "get", "exists hit", "exists miss"
+PHASES = (SET, HIT, GET, MISS)
+
+
+class BlockWork(LocalContestant):
+    """Works on one batch of blocks, under new keys in every round."""
+
+    def __init__(self, name: str, page_bytes: int, count: int) -> None:
+        self.name = name
+        self.pages = PrivatePages(page_bytes, count)
+        self.pages.fill()
+
+    @abstractmethod
+    def set(self, keys: Sequence[bytes]) -> list[bool]:
+        """Store the pages."""
+
+    @abstractmethod
+    def get(self, keys: Sequence[bytes]) -> list[bool]:
+        """Load the pages."""
+
+    @abstractmethod
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look the keys up."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Delete the blocks; not timed."""
+
+    def prepare(self, phase: str, round_number: int) -> None:
+        """Spoil the memory that a get has to restore."""
+        del round_number
+        if phase == GET:
+            self.pages.spoil(len(self.pages))
+
+    def run(self, phase: str, round_number: int) -> object:
+        """Make one call."""
+        call = {SET: self.set, GET: self.get, HIT: self.exists, MISS: self.exists}[phase]
+        return call(self._keys(round_number, is_stored=phase != MISS))
+
+    def check(self, phase: str, round_number: int, result: object) -> None:
+        """Check the verdicts, and after a get the bytes."""
+        expect(result, [phase != MISS] * len(self.pages), f"{self.name}, {phase}, round {round_number}")
+        if phase == GET:
+            self.pages.check(len(self.pages))
+
+    def finish(self, round_number: int) -> None:
+        """Free the space of this round."""
+        self.remove(self._keys(round_number, is_stored=True))
+
+    def _keys(self, round_number: int, *, is_stored: bool) -> list[bytes]:
+        return [
+            hashlib.blake2b(f"{round_number} {page} {is_stored}".encode(), digest_size=16).digest()
+            for page in range(len(self.pages))
+        ]

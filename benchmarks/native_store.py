@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT
+"""The native UCM store, driven in a process of its own.
+
+Its wheel brings another top-level package `ucm`, hundreds of threads and messages on stdout, so it never
+shares an interpreter with ours. The parent starts this module with the wheel's directory first on PYTHONPATH
+and names one phase at a time; memory, timing and checks are the same as on the parent's side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.block_work import BlockWork
+from benchmarks.pairs import Contestant, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+READY = "ready"
+
+
+class NativeProcess(Contestant):
+    """The parent's side: asks the other process, which takes the time.
+
+    Args:
+        wheel: Directory that the native wheel is installed in (`pip install --target`).
+        directory: Where it stores.
+        page_bytes: Size of a block.
+        count: Blocks of a batch.
+    """
+
+    name = "native"
+
+    def __init__(self, wheel: Path, directory: Path, page_bytes: int, count: int) -> None:
+        near, far = socket.socketpair()
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "benchmarks.native_store"),
+                *(str(directory), str(page_bytes), str(count), str(far.fileno())),
+            ],
+            stdout=subprocess.DEVNULL,
+            pass_fds=[far.fileno()],
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([str(wheel), str(REPOSITORY)]),
+                "UCM_LOG_TO_FILE": "0",
+                "UCM_LOG_LEVEL": "off",
+            },
+        )
+        far.close()
+        self._stream = near.makefile("rw")
+        expect(self._reply(), READY, "native store")
+
+    def timed(self, phase: str, round_number: int) -> float:
+        """Have one phase done."""
+        return float(self._ask(f"{round_number} {phase}"))
+
+    def finish(self, round_number: int) -> None:
+        """Have the round's blocks removed."""
+        self._ask(f"{round_number}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._stream.close()
+
+    def _ask(self, command: str) -> str:
+        self._stream.write(f"{command}\n")
+        self._stream.flush()
+        return self._reply()
+
+    def _reply(self) -> str:
+        line = self._stream.readline()
+        if not line:
+            raise RuntimeError("the native store's process has ended, see above")
+        return line.strip()
+
+
+class NativeWork(BlockWork):
+    """The other process's side: the native PosixStore behind its connector."""
+
+    def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
+        super().__init__("native", page_bytes, count)
+        # Not a plain import: for type checkers `ucm` is our package.
+        factory = importlib.import_module("ucm.store.factory_v1").UcmConnectorFactoryV1
+        self._store: Any = factory.create_connector(
+            "UcmPipelineStore",
+            {
+                "store_pipeline": "Posix",
+                "storage_backends": [str(directory)],
+                "device_id": 0,
+                "tensor_size": page_bytes,
+                "shard_size": page_bytes,
+                "block_size": page_bytes,
+                "io_direct": False,
+            },
+        )
+        self._directory = directory
+        self._shards = [0] * count
+        self._addresses = np.array([[self.pages.address(page)] for page in range(count)], dtype=np.uint64)
+
+    def set(self, keys: Sequence[bytes]) -> list[bool]:
+        """Dump and wait, which raises if anything failed."""
+        self._store.wait(self._store.dump_data(keys, self._shards, self._addresses))
+        return [True] * len(keys)
+
+    def get(self, keys: Sequence[bytes]) -> list[bool]:
+        """Load and wait, which raises if anything failed."""
+        self._store.wait(self._store.load_data(keys, self._shards, self._addresses))
+        return [True] * len(keys)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look the keys up."""
+        return [bool(found) for found in self._store.lookup(keys)]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Delete the files; the native store cannot."""
+        for key in keys:
+            (self._directory / key.hex()[:3] / key.hex()).unlink()
+
+
+def main() -> None:
+    """Serve the parent until it goes away."""
+    directory, page_bytes, count, descriptor = sys.argv[1:]
+    work = NativeWork(Path(directory), int(page_bytes), int(count))
+    with socket.socket(fileno=int(descriptor)).makefile("rw") as stream:
+        answer: object = READY
+        while True:
+            stream.write(f"{answer}\n")
+            stream.flush()
+            round_number, _, phase = stream.readline().strip().partition(" ")
+            if not round_number:
+                return
+            if phase:
+                answer = work.timed(phase, int(round_number))
+            else:
+                work.finish(int(round_number))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT
+"""The embedded store against the native UCM store."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.block_work import PHASES, BlockWork
+from benchmarks.machine import describe_filesystem
+from benchmarks.native_store import NativeProcess
+from benchmarks.pairs import run_pairs
+from benchmarks.plot import draw_speedups
+from benchmarks.results import (
+    Comparison,
+    Report,
+    comparison_details,
+    comparison_table,
+    format_bytes,
+    progress,
+    summarize,
+)
+from ucm.store import Block, BlockKey, BlockStatus, StoreSpec
+from ucm.store.factory import StoreConfig, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NATIVE_WHEEL = "uc-manager-cann900-a2==0.9.0rc3"
+NATIVE_REQUIREMENT = "wrapt==1.17.2"  # Imported by the wheel and not declared.
+PAGE_BYTES = (34_560, 65_536, 177_408, 262_144, 786_240, 1_048_576, 2_752_512, 4_194_304)
+PAGES = 32
+LOOKUP_PAGE_BYTES, LOOKUP_PAGES = 4096, 1000
+SMALL_PAGE_BYTES = 177_408
+SMALL_PAGE_SPEEDUP = 1.25
+LOOKUP_SPEEDUP = 1.3
+METHOD = f"""\
+`ours` is the embedded PosixStore with checksums on, `other` the native PosixStore of {NATIVE_WHEEL}
+with `io_direct` off, in a process of its own. Both store, look up and load {PAGES} blocks of one
+segment ({LOOKUP_PAGES} for `exists`), under new keys in every turn. Required: no slower at any size,
+{SMALL_PAGE_SPEEDUP} times as fast up to {SMALL_PAGE_BYTES} bytes, {LOOKUP_SPEEDUP} times as fast when
+looking up {LOOKUP_PAGES} keys."""
+
+
+def install_native(directory: Path) -> None:
+    """Install the native wheel into a directory of its own, so that it never meets our package."""
+    progress(f"store: installing {NATIVE_WHEEL}")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory)),
+            *(NATIVE_WHEEL, NATIVE_REQUIREMENT),
+        ],
+        check=True,
+    )
+
+
+def measure(
+    directories: Sequence[Path], *, native: Path, page_sizes: Sequence[int], budget_s: float
+) -> Report:
+    """Compare on every directory and page size."""
+    comparisons: list[Comparison] = []
+    for parent in directories:
+        for page_bytes in page_sizes:
+            comparisons += _compare(parent, native, page_bytes, PAGES, budget_s)
+        comparisons += _compare(parent, native, LOOKUP_PAGE_BYTES, LOOKUP_PAGES, budget_s)
+    return Report(
+        name="store",
+        title="The embedded store against the native UCM store",
+        method=METHOD,
+        verdicts=[summarize(comparisons)],
+        tables=[comparison_table("Comparisons", comparisons)],
+        details={"comparisons": comparison_details(comparisons)},
+        draw=partial(
+            draw_speedups,
+            comparisons,
+            title="The embedded store against the native UCM store",
+            panel="call",
+            row="page",
+            series="storage",
+        ),
+    )
+
+
+class EmbeddedWork(BlockWork):
+    """Our store."""
+
+    def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
+        super().__init__("ours", page_bytes, count)
+        spec = StoreSpec(namespace="benchmark", segment_bytes=(page_bytes,), identity=bytes(16))
+        self._store = open_store(spec, StoreConfig.from_mapping({"storage_backends": str(directory)}))
+        self._segments = [self.pages.views(page) for page in range(count)]
+
+    def set(self, keys: Sequence[bytes]) -> list[bool]:
+        """Dump."""
+        return [status is BlockStatus.DONE for status in self._store.dump(self._blocks(keys))]
+
+    def get(self, keys: Sequence[bytes]) -> list[bool]:
+        """Load."""
+        return [status is BlockStatus.DONE for status in self._store.load(self._blocks(keys))]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Look the keys up."""
+        return self._store.lookup([BlockKey(key) for key in keys])
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Delete the blocks."""
+        self._store.delete([BlockKey(key) for key in keys])
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def _blocks(self, keys: Sequence[bytes]) -> list[Block]:
+        return [Block(BlockKey(key), segments) for key, segments in zip(keys, self._segments, strict=True)]
+
+
+def _compare(parent: Path, native: Path, page_bytes: int, count: int, budget_s: float) -> list[Comparison]:
+    storage = describe_filesystem(parent)
+    progress(f"store: {count} x {format_bytes(page_bytes)}, {storage}")
+    directory = Path(tempfile.mkdtemp(dir=parent))
+    ours_directory, native_directory = directory / "ours", directory / "native"
+    native_directory.mkdir()
+    with (
+        closing(EmbeddedWork(ours_directory, page_bytes, count)) as ours,
+        closing(NativeProcess(native, native_directory, page_bytes, count)) as other,
+    ):
+        times = run_pairs(ours, other, PHASES, budget_s=budget_s)
+    shutil.rmtree(directory, ignore_errors=True)
+    return [
+        Comparison(
+            labels={"storage": storage, "page": format_bytes(page_bytes), "pages": str(count), "call": phase},
+            other=NativeProcess.name,
+            moved_bytes=0 if phase.startswith("exists") else page_bytes * count,
+            times=paired,
+            required_speedup=_required(phase, page_bytes, count),
+        )
+        for phase, paired in times.items()
+    ]
+
+
+def _required(phase: str, page_bytes: int, count: int) -> float | None:
+    if phase.startswith("exists"):
+        return LOOKUP_SPEEDUP if count == LOOKUP_PAGES else None
+    if count == LOOKUP_PAGES:
+        return None
+    return SMALL_PAGE_SPEEDUP if page_bytes <= SMALL_PAGE_BYTES else 1.0

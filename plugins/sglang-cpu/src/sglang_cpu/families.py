@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +16,8 @@ class ModelFamily:
 
     Attributes:
         name: Shown in messages.
-        install: Registers the family's replacements with `sglang_cpu.hooks`. Called once in every process of a
-            server, before SGLang builds anything; imports of torch or SGLang belong inside it.
+        install: Registers the family's replacements with `sglang_cpu.hooks`. Called once in every process of
+            a server, before SGLang builds anything; imports of torch or SGLang belong inside it.
         environment: SGLang switches to set unless the operator has set them.
     """
 

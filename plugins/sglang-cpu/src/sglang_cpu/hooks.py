@@ -26,7 +26,7 @@ def replace(target: str, replacement: Callable[..., Any]) -> None:
 
 
 def define(module_name: str, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Add functions that a module imports on GPU platforms only and therefore lacks here. Imports the module."""
+    """Add functions that a module imports on GPU platforms only, and lacks here. Imports the module."""
     module = importlib.import_module(module_name)
     for name, function in functions.items():
         setattr(module, name, function)
@@ -41,4 +41,6 @@ def verify() -> None:
     patched = HookRegistry._patched  # noqa: SLF001 - the registry logs a failed hook, and tells nobody else.
     missing = [target for target in _targets if target not in patched]
     if missing:
-        raise RuntimeError(f"the CPU reference platform could not replace {', '.join(missing)} in this SGLang")
+        raise RuntimeError(
+            f"this SGLang has no {', '.join(missing)} for the CPU reference platform to replace"
+        )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Matrix products and attention whose results do not depend on what else is in the batch.
 
-torch's CPU kernels choose their blocking, and so their order of summation, by shape. The same token then gets other
-low bits in another batch or another chunk of a prefill, and a cached prefix can no longer be told from a recomputed
-one. Summing in fp64 and rounding once makes the order invisible: it moves the sum by about 1e-16, and the rounding
+torch's CPU kernels choose their blocking, and so their order of summation, by shape. The same token then gets
+other low bits in another batch or another chunk of a prefill, and an error of the cache drowns in that noise.
+Summing in fp64 and rounding once makes the order invisible: it moves the sum by about 1e-16, and the rounding
 to bf16 or fp32 swallows that.
 """
 
@@ -18,7 +18,7 @@ _library: torch.library.Library | None = None
 
 def install() -> None:
     """Replace torch's matrix products on CPU tensors in this process, and SGLang's torch attention."""
-    global _library  # noqa: PLW0603 - torch drops the registrations together with the object.
+    global _library  # torch drops the registrations together with the object.
     from sglang_cpu import hooks
 
     _library = torch.library.Library("aten", "IMPL")
@@ -67,8 +67,8 @@ def attention(
 ) -> torch.Tensor:
     """Stand in for `torch.nn.functional.scaled_dot_product_attention`, computed in fp64.
 
-    Takes `[1, heads, tokens, dim]`, and a boolean mask `[queries, keys]`. Queries go in blocks, so that memory
-    grows with the length of a prompt and not with its square.
+    Takes `[1, heads, tokens, dim]` and a boolean mask `[queries, keys]`. Queries go in blocks, so that memory
+    grows with the length of a prompt, not with its square.
     """
     if dropout_p:
         raise NotImplementedError("the CPU reference does not train")

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 
-class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
-    """A device without kernels of its own: SGLang takes its torch paths, `sglang_cpu.families` supply the rest."""
+class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang has no types.
+    """A device without kernels: SGLang takes its torch paths, and `sglang_cpu.families` supplies the rest."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
-    def is_pin_memory_available(self, device: object = None) -> bool:
+    def is_pin_memory_available(self, device: object = None) -> bool:  # noqa: ARG002 - SGLang passes it.
         """Return False: there is no device to pin memory for."""
         return False
 
@@ -32,6 +32,10 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def support_mamba_cache_extra_buffer(self) -> bool:
         """Return True: the GDN kernels hand out the states that checkpoints are taken from."""
         return True
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Return whether the algorithm's kernels are replaced: those of EAGLE are, which MTP layers use."""
+        return algorithm == "EAGLE"
 
     def get_dispatch_key_name(self) -> str:
         """Return a key no operator knows, so that each one takes `forward_native`.

@@ -8,6 +8,12 @@ import os
 from sglang_cpu import PLATFORM_NAME
 from sglang_cpu.families import families
 
+_ENVIRONMENT = {
+    # A server whose scheduler dies waits a minute for core dumps of a GPU otherwise.
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+}
+
 
 def _selected() -> bool:
     return os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
@@ -18,12 +24,13 @@ def activate() -> str | None:
 
     Returns:
         The platform class, or None unless the operator asked for it: an installed package alone must not move
-        a GPU server to the CPU.
+        a GPU server to the CPU. SGLang's switches that the platform needs are set on the way, unless the
+        operator has set them.
     """
     if not _selected():
         return None
-    for family in families():
-        for name, value in family.environment.items():
+    for environment in (_ENVIRONMENT, *(family.environment for family in families())):
+        for name, value in environment.items():
             os.environ.setdefault(name, value)
     return "sglang_cpu.platform:CpuReferencePlatform"
 

@@ -93,10 +93,12 @@ def _convolve(
     bias: torch.Tensor | None,
     activation: str | bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs of one sequence and its new state. fp64, so that the cut of a prefill leaves no trace."""
+    """Return the outputs of one sequence and its new state; in fp64, so that cutting leaves no trace."""
     inputs = torch.cat([earlier.to(x.dtype), x], dim=-1)
     tokens, width = x.shape[-1], weight.shape[-1]
-    total = torch.zeros(x.shape, dtype=torch.float64) if bias is None else bias.double()[:, None].expand(x.shape)
+    total = (
+        torch.zeros(x.shape, dtype=torch.float64) if bias is None else bias.double()[:, None].expand(x.shape)
+    )
     for tap in range(width):
         total = total + inputs[:, tap : tap + tokens].double() * weight[:, tap, None].double()
     if activation:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The gated delta rule, one token after the other.
 
-For each value head, with its key head's q and k scaled to unit length, the state S `[V, K]` and the output are
+For each value head, with its key head's q and k scaled to unit length, state S `[V, K]` and output o are
 
     S <- exp(g) * S;   S <- S + beta * (v - S k) k^T;   o = S q / sqrt(K)
 
-The state is kept in the precision of the pool that stores it, after every token and not only when it is stored.
+The state is kept in the precision of the pool that stores it, after every token and not only when stored.
 So it makes no difference where a prefill is cut, whether a token was prefilled or decoded, and which other
-sequences shared the batch: the same tokens give the same bits.
+sequences were in the batch: the same tokens give the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 CHUNK_TOKENS = 64
-"""Distance of the states that a prefill hands out for checkpoints (`CHUNK_SIZE` of SGLang's chunk kernels)."""
+"""Distance of the states that a prefill hands out for checkpoints; `CHUNK_SIZE` of SGLang's kernels."""
 
 
 def gates(
@@ -82,7 +82,12 @@ def chunk_gated_delta_rule(
         if use_qk_l2norm_in_kernel:
             queries, keys = unit_length(queries), unit_length(keys)
         output[0, span], states, last = _run(
-            queries * (scale or k.shape[-1] ** -0.5), keys, v[0, span], g[0, span], beta[0, span], initial_state[slot]
+            queries * (scale or k.shape[-1] ** -0.5),
+            keys,
+            v[0, span],
+            g[0, span],
+            beta[0, span],
+            initial_state[slot],
         )
         checkpoints += states
         if inplace_update:
@@ -144,9 +149,14 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Run one sequence; all arguments without the batch axis. Returns outputs, chunk start states, last state."""
+    """Run one sequence, without a batch axis; return outputs, states at chunk starts, and the last state."""
     group = v.shape[1] // q.shape[1]
     q, k = (x.float().repeat_interleave(group, dim=1).unsqueeze(-2) for x in (q, k))
     v, beta = v.float(), beta[..., None]

@@ -46,7 +46,7 @@ def gated_norm(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> torch.Tensor:
-    """Normalise the last axis, in groups of `group_size`, and multiply by the activated gate z, before or after."""
+    """Normalise the last axis in groups of `group_size`; multiply by the activated gate z before or after."""
     values = x.double()
     gate = None if z is None else _activate(z.reshape(x.shape).double(), activation)
     if gate is not None and not norm_before_gate:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_cpu import hooks
-from sglang_cpu.hicache import transfer
+from sglang_cpu.hicache import page_hash, transfer
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ _POOL_MODULES = (
 
 
 class _NeverPinned:
-    """A `pin_memory` attribute that stays False: host pools ask for pinned pages in several places, by default."""
+    """A `pin_memory` attribute that stays False: host pools ask for pinned pages in many places."""
 
     def __get__(self, instance: object, owner: type) -> bool:
         return False
@@ -47,7 +47,7 @@ def _nothing_to_unregister(buffer: torch.Tensor) -> None:
 def install() -> None:
     """Register HiCache's replacements.
 
-    SGLang imports the transfer functions on GPU platforms only, so the pool modules lack the names altogether.
+    SGLang imports the transfer functions on GPU platforms only, so the pool modules lack even the names.
     """
     import torch
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
@@ -56,6 +56,7 @@ def install() -> None:
         hooks.define(module, transfer.FUNCTIONS)
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _nothing_to_register)
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_unregister", _nothing_to_unregister)
+    hooks.replace("sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module", page_hash.load)
     HostKVCache.pin_memory = _NeverPinned()
-    # Some callers do not ask the platform first, among them ScheduleBatch for the mask of tracked mamba states.
+    # Some callers do not ask the platform first, among them ScheduleBatch for its mask of tracked states.
     torch.Tensor.pin_memory = _already_pinned

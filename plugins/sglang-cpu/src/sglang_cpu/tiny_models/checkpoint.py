@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RandomWeights:
-    """Draws weights whose scale keeps activations near 1, so that the output depends on every layer and token.
+    """Draws weights that keep activations near 1, so that the output depends on every layer and token.
 
     SGLang's own dummy weights are within 1e-3 of zero: the output is then the same whatever the cache holds.
     """
@@ -38,6 +38,7 @@ class RandomWeights:
 
 
 def save(directory: Path, config: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> None:
-    """Write `config.json` and `model.safetensors` into an existing directory. Tensors are stored as they are."""
+    """Write `config.json` and `model.safetensors` into an existing directory. Tensors keep their types."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / "model.safetensors")

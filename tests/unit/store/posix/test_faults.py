@@ -385,6 +385,19 @@ def test_a_root_that_does_not_answer_is_refused_at_the_deadline(tmp_path: Path) 
 # Reading in place, staged, and hung.
 
 
+def test_blocks_dropped_from_the_page_cache_load_byte_for_byte(tmp_path: Path) -> None:
+    store = open_store(tmp_path, LARGE)
+    numbers = list(range(5))
+    store.dump(outgoing(numbers, LARGE))
+    for number in numbers:
+        descriptor = os.open(block_path(tmp_path, LARGE, key_of(number)), os.O_RDONLY)
+        os.fsync(descriptor)  # Only what is on the disk can be dropped.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    assert_loads(store, numbers)
+    store.close()
+
+
 def no_page_cache(preadv: Callable[..., int], *args: object) -> int:
     if len(args) > 3:
         raise BlockingIOError

@@ -214,15 +214,17 @@ def _write_all(descriptor: int, buffers: Sequence[memoryview], lease: HostLease)
 
 
 def is_block_of(path: str, spec: StoreSpec, key: BlockKey) -> bool:
-    """Tell by its size and footer whether `path` is a block of `spec`; does not read the payload."""
+    """Tell by its size and footer whether `path` is a readable block of `spec`; leaves the payload alone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         if os.fstat(descriptor).st_size != file_bytes(spec):
             return False
         return is_footer_of(os.pread(descriptor, FOOTER_BYTES, spec.block_bytes), spec, key)
+    except OSError:
+        return False
     finally:
         os.close(descriptor)
 

@@ -293,6 +293,8 @@ def _names_in(directory: str) -> list[str]:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as exc:
+        raise StoreUnavailableError(f"cannot list {directory}: {exc.strerror}") from exc
 
 
 def _list_shards(directory: str) -> list[str]:

@@ -220,14 +220,15 @@ def test_a_short_write_is_continued(store: PosixStore) -> None:
     assert_loads(store, [1])
 
 
+def input_output_error(*_args: object, **_kwargs: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_load_that_fails_anywhere_costs_only_its_block(store: PosixStore, call: str) -> None:
     store.dump(outgoing([0, 1, 2]))
 
-    def broken(*_args: object, **_kwargs: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with faulty_call(call, key_of(1).hex(), broken):
+    with faulty_call(call, key_of(1).hex(), input_output_error):
         assert load(store, [0, 1, 2])[0] == [DONE, FAILED, DONE]
     assert_loads(store, [0, 1, 2])
     assert store.stats().load_failed == 1
@@ -244,6 +245,23 @@ def test_a_lookup_that_fails_is_a_miss_with_a_warning(
     with faulty_call("stat", key_of(1).hex(), denied):
         assert store.lookup([key_of(0), key_of(1)]) == [True, False]
     assert "EACCES: Permission denied" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_a_scan_passes_over_what_it_cannot_read(store: PosixStore, call: str) -> None:
+    store.dump(outgoing([0, 1, 2]))
+    with faulty_call(call, key_of(1).hex(), input_output_error):
+        assert sorted(store.scan()) == sorted([key_of(0), key_of(2)])
+
+
+def test_a_scan_that_cannot_list_a_directory_names_it(store: PosixStore, tmp_path: Path) -> None:
+    store.dump(outgoing([1]))
+    shard = path_of(tmp_path, 1).parent
+    with (
+        faulty_call("listdir", str(shard), input_output_error),
+        pytest.raises(StoreUnavailableError, match=f"cannot list {shard}: Input/output error"),
+    ):
+        list(store.scan())
 
 
 def test_a_miss_is_not_warned_of(store: PosixStore, caplog: pytest.LogCaptureFixture) -> None:

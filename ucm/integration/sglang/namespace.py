@@ -92,6 +92,7 @@ class CacheNamespace:
         layout: Order of the bytes in a page.
         page_tokens: Tokens, or states, in a page.
         segment_bytes: Length of each segment of a page.
+        component_bytes: Length of each component; a vector of several segments is one.
     """
 
     model: ServedModel
@@ -102,13 +103,14 @@ class CacheNamespace:
     layout: str
     page_tokens: int
     segment_bytes: tuple[int, ...]
+    component_bytes: tuple[int, ...]
 
     @property
     def directory(self) -> str:
         """Relative directory of the pool's blocks below each storage root."""
         if self.primary:
             return ""
-        return f"sglang_v2/{self.pool}_{self.segment_bytes[0]}x{len(self.segment_bytes)}"
+        return f"sglang_v2/{self.pool}_{self.component_bytes[0]}x{len(self.component_bytes)}"
 
     @property
     def key_suffix(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -35,11 +36,13 @@ class PageAccess(Protocol):
 
     Attributes:
         segment_bytes: Length of each segment of a page; never changes.
+        component_bytes: Length of each component, as a pool's namespace counts them.
         indices_per_page: Host indices that stand for one page.
-        batch_pages: Pages that one call may cover; None is any number.
+        batch_pages: Pages that one load may cover; None is any number.
     """
 
     segment_bytes: tuple[int, ...]
+    component_bytes: tuple[int, ...]
     indices_per_page: int
     batch_pages: int | None
 
@@ -72,14 +75,8 @@ class PageAccess(Protocol):
         ...
 
 
-class ZeroCopyAccess:
-    """The pool's own memory: the store reads and writes host pages in place.
-
-    Raises:
-        UnsupportedPoolError: The pool gives no pointers, or parts of different sizes.
-    """
-
-    batch_pages: int | None = None
+class _PagesInPlace:
+    """The host pages themselves, as views that are checked against what was registered."""
 
     def __init__(self, pool: str, host_pool: HostPool) -> None:
         self._host_pool = host_pool
@@ -88,28 +85,63 @@ class ZeroCopyAccess:
         # Sizes of the parts of one page as the pool lists them, empty parts included.
         self._part_bytes = probe_parts(pool, host_pool)
         self.segment_bytes = tuple(size for size in self._part_bytes if size > 0)
-        if len(set(self.segment_bytes)) != 1:
-            raise UnsupportedPoolError(
-                f"host pool {pool!r} ({type(host_pool).__name__}, layout {host_pool.layout!r}) has pages of "
-                f"unequal parts {list(self._part_bytes)}; only parts of equal size can be stored. K and V of "
-                "different width are not supported: start without --hicache-storage-backend"
-            )
-        self._kept = [part for part, size in enumerate(self._part_bytes) if size > 0]
-        self._segment_type = ctypes.c_char * self.segment_bytes[0]
-
-    def outgoing(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return views of the host pages themselves."""
-        count = len(page_starts(host_indices, self.indices_per_page, self._index_limit))
-        pointers, sizes, width = page_parts(self._host_pool.get_page_buffer_meta(host_indices), count)
-        if width != len(self._part_bytes) or list(sizes) != list(self._part_bytes) * count:
-            raise ValueError(_changed(sizes[:width], self._part_bytes))
-        from_address = self._segment_type.from_address
-        return [
-            [memoryview(from_address(pointers[first + part])).cast("B") for part in self._kept]
-            for first in range(0, count * width, width)
+        self._segments = [
+            (part, (ctypes.c_char * size).from_address)
+            for part, size in enumerate(self._part_bytes)
+            if size > 0
         ]
 
-    incoming = outgoing
+    def outgoing(self, host_indices: torch.Tensor) -> list[Page]:
+        """Return views of the host pages."""
+        pointers = self._part_pointers(host_indices)
+        width = len(self._part_bytes)
+        return [
+            [memoryview(at_address(pointers[first + part])).cast("B") for part, at_address in self._segments]
+            for first in range(0, len(pointers), width)
+        ]
+
+    def _part_pointers(self, host_indices: torch.Tensor) -> Sequence[int]:
+        """Return the address of each part, page after page, if all of them are as registered."""
+        count = len(self._starts(host_indices))
+        pointers, sizes, width = page_parts(self._host_pool.get_page_buffer_meta(host_indices), count)
+        if list(sizes) != list(self._part_bytes) * count:
+            raise ValueError(_changed(sizes[:width], self._part_bytes))
+        return pointers
+
+    def _starts(self, host_indices: torch.Tensor) -> list[int]:
+        """Return the first host index of each page; none reaches out of the pool."""
+        starts: list[int] = host_indices[:: self.indices_per_page].tolist()
+        if starts and not 0 <= min(starts) <= max(starts) <= self._index_limit - self.indices_per_page:
+            raise ValueError(
+                f"pages start at {min(starts)} to {max(starts)} and have {self.indices_per_page} indices, "
+                f"the pool has [0, {self._index_limit})"
+            )
+        return starts
+
+
+class ZeroCopyAccess(_PagesInPlace):
+    """The store reads and writes the host pages in place.
+
+    Raises:
+        UnsupportedPoolError: The pool gives no pointers, or parts of different sizes.
+    """
+
+    batch_pages: int | None = None
+
+    def __init__(self, pool: str, host_pool: HostPool) -> None:
+        super().__init__(pool, host_pool)
+        self.component_bytes = self.segment_bytes
+        if len(set(self.segment_bytes)) != 1:
+            raise UnsupportedPoolError.because(
+                pool,
+                host_pool,
+                f"has pages with parts of {list(self._part_bytes)} bytes; only parts of equal size can be "
+                "stored, so K and V of different width cannot: start without --hicache-storage-backend",
+            )
+
+    def incoming(self, host_indices: torch.Tensor) -> list[Page]:
+        """Return views of the host pages."""
+        return self.outgoing(host_indices)
 
     def publish(
         self, host_indices: torch.Tensor, pages: Sequence[Page], statuses: Sequence[BlockStatus]
@@ -117,64 +149,53 @@ class ZeroCopyAccess:
         """Do nothing: the pages lie where they were loaded."""
 
 
-class StagedAccess:
-    """Copies: each page passes through one vector outside the pool.
+class StagedAccess(_PagesInPlace):
+    """The store reads the host pages in place, and fills flat vectors outside the pool.
 
-    For pools whose pages have parts of different sizes, and where a page must be
-    restored whole or not at all. Takes at most 64 MiB, or one page, in each direction.
+    For states, which have parts of different sizes and must be restored whole or
+    not at all: a vector is copied into the pool only once it is complete. It
+    holds the parts one after the other, as the stored block does. At most 64 MiB,
+    or one page, is staged for a load.
 
     Raises:
-        UnsupportedPoolError: The pool cannot copy pages.
+        UnsupportedPoolError: The pool gives no pointers, or its flat pages are
+            something else than its parts.
     """
 
     def __init__(self, pool: str, host_pool: HostPool) -> None:
-        probe_parts(pool, host_pool)
-        self._host_pool = host_pool
-        self.indices_per_page = indices_per_page(host_pool)
-        self._index_limit = index_limit(host_pool)
-        page = _as_bytes(host_pool.get_dummy_flat_data_page())
-        self.segment_bytes: tuple[int, ...] = (page.nbytes,)
-        self.batch_pages: int | None = max(1, _STAGING_BYTES // page.nbytes)
-        self._spare: deque[memoryview] = deque([page], maxlen=self.batch_pages)
-
-    def outgoing(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return copies of the host pages."""
-        pages = [
-            [_as_bytes(self._host_pool.get_data_page(index, flat=True))]
-            for index in self._starts(host_indices)
-        ]
-        if any(page[0].nbytes != self.segment_bytes[0] for page in pages):
-            raise ValueError(
-                f"pages have changed: {pages[0][0].nbytes} bytes, registered with {self.segment_bytes[0]}"
+        super().__init__(pool, host_pool)
+        vector = _as_bytes(host_pool.get_dummy_flat_data_page())
+        if not self.segment_bytes or sum(self.segment_bytes) != vector.nbytes:
+            raise UnsupportedPoolError.because(
+                pool,
+                host_pool,
+                f"has flat pages of {vector.nbytes} bytes but parts of {list(self._part_bytes)}; "
+                "such a pool cannot be stored: start without --hicache-storage-backend",
             )
-        return pages
+        self.component_bytes: tuple[int, ...] = (vector.nbytes,)
+        self.batch_pages: int | None = max(1, _STAGING_BYTES // vector.nbytes)
+        self._spare: deque[memoryview] = deque([vector], maxlen=self.batch_pages)
 
     def incoming(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return vectors outside the pool, one for each page."""
-        return [[self._take()] for _ in self._starts(host_indices)]
+        """Return vectors outside the pool, one for each page, cut into its parts."""
+        self._part_pointers(host_indices)
+        return [split(self._take(), self.segment_bytes) for _ in self._starts(host_indices)]
 
     def publish(
         self, host_indices: torch.Tensor, pages: Sequence[Page], statuses: Sequence[BlockStatus]
     ) -> None:
         """Copy what loaded completely into the pool."""
         for index, page, status in zip(self._starts(host_indices), pages, statuses, strict=True):
+            vector = memoryview(page[0].obj)  # A slice still belongs to what it was cut from.
             if status is BlockStatus.DONE:
-                self._host_pool.set_from_flat_data_page(index, torch.frombuffer(page[0], dtype=torch.uint8))
-        self._spare.extend(page[0] for page in pages)
-
-    def _starts(self, host_indices: torch.Tensor) -> list[int]:
-        return page_starts(host_indices, self.indices_per_page, self._index_limit)
+                self._host_pool.set_from_flat_data_page(index, torch.frombuffer(vector, dtype=torch.uint8))
+            self._spare.append(vector)
 
     def _take(self) -> memoryview:
         try:
             return self._spare.pop()
         except IndexError:
-            page = _as_bytes(self._host_pool.get_dummy_flat_data_page())
-        if page.nbytes != self.segment_bytes[0]:
-            raise ValueError(
-                f"pages have changed: {page.nbytes} bytes, registered with {self.segment_bytes[0]}"
-            )
-        return page
+            return _as_bytes(self._host_pool.get_dummy_flat_data_page())
 
 
 def probe_parts(pool: str, host_pool: HostPool) -> tuple[int, ...]:
@@ -187,26 +208,13 @@ def probe_parts(pool: str, host_pool: HostPool) -> tuple[int, ...]:
     try:
         _, sizes, _ = page_parts(host_pool.get_page_buffer_meta(indices), 1)
     except (AttributeError, NotImplementedError, ValueError) as exc:
-        raise UnsupportedPoolError(
-            f"host pool {pool!r} ({type(host_pool).__name__}, layout {host_pool.layout!r}) gives no page "
-            f"pointers ({exc}); such a pool cannot be stored: start without --hicache-storage-backend"
+        raise UnsupportedPoolError.because(
+            pool,
+            host_pool,
+            f"gives no page pointers ({exc}); such a pool cannot be stored: "
+            "start without --hicache-storage-backend",
         ) from exc
     return tuple(sizes) if any(sizes) else ()
-
-
-def page_starts(host_indices: torch.Tensor, indices_per_page: int, index_limit: int) -> list[int]:
-    """Return the first host index of each page.
-
-    Raises:
-        ValueError: A page reaches out of [0, index_limit).
-    """
-    starts: list[int] = host_indices[::indices_per_page].tolist()
-    if starts and not 0 <= min(starts) <= max(starts) <= index_limit - indices_per_page:
-        raise ValueError(
-            f"pages start at {min(starts)} to {max(starts)} and have {indices_per_page} indices, "
-            f"the pool has [0, {index_limit})"
-        )
-    return starts
 
 
 def flat_page(page: torch.Tensor, segment_bytes: Sequence[int]) -> Page:
@@ -215,17 +223,19 @@ def flat_page(page: torch.Tensor, segment_bytes: Sequence[int]) -> Page:
     Raises:
         ValueError: The tensor is not contiguous, or has another size.
     """
-    view = _as_bytes(page)
-    if view.nbytes != sum(segment_bytes):
-        raise ValueError(
-            f"a flat page of {view.nbytes} bytes does not hold segments of {list(segment_bytes)}"
-        )
-    segments = []
-    start = 0
-    for size in segment_bytes:
-        segments.append(view[start : start + size])
-        start += size
-    return segments
+    return split(_as_bytes(page), segment_bytes)
+
+
+def split(vector: memoryview, segment_bytes: Sequence[int]) -> Page:
+    """Cut a vector into segments of the given lengths.
+
+    Raises:
+        ValueError: It has another size.
+    """
+    ends = list(accumulate(segment_bytes))
+    if vector.nbytes != ends[-1]:
+        raise ValueError(_changed([vector.nbytes], segment_bytes))
+    return [vector[end - size : end] for end, size in zip(ends, segment_bytes, strict=True)]
 
 
 def _changed(now: Sequence[int], registered: Sequence[int]) -> str:

@@ -127,20 +127,27 @@ class RegisteredPool:
 
     def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
         """See `Pool`."""
+        if host_indices is None or not self._fit(page_hashes, host_indices):
+            return [BlockStatus.FAILED] * len(page_hashes)
         statuses: list[BlockStatus] = []
-        for hashes, indices in self._batches(page_hashes, host_indices):
+        width = self._access.indices_per_page
+        step = self._access.batch_pages or len(page_hashes) or 1
+        for first in range(0, len(page_hashes), step):
+            hashes = page_hashes[first : first + step]
+            indices = host_indices[first * width : (first + step) * width]
             pages = self._access.incoming(indices)
             verdicts = self.store.load(self._blocks(hashes, pages))
             self._access.publish(indices, pages, verdicts)
             statuses += verdicts
-        return statuses or [BlockStatus.FAILED] * len(page_hashes)
+        return statuses
 
     def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
         """See `Pool`."""
-        statuses: list[BlockStatus] = []
-        for hashes, indices in self._batches(page_hashes, host_indices):
-            statuses += self.store.dump(self._blocks(hashes, self._access.outgoing(indices)))
-        return statuses or [BlockStatus.FAILED] * len(page_hashes)
+        if host_indices is None or not self._fit(page_hashes, host_indices):
+            return [BlockStatus.FAILED] * len(page_hashes)
+        if not page_hashes:
+            return []
+        return self.store.dump(self._blocks(page_hashes, self._access.outgoing(host_indices)))
 
     def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
         """See `Pool`."""
@@ -178,28 +185,18 @@ class RegisteredPool:
     def _split(self, flat_pages: Sequence[torch.Tensor]) -> list[Page]:
         return [flat_page(page, self._access.segment_bytes) for page in flat_pages]
 
-    def _batches(
-        self, page_hashes: Sequence[str], host_indices: torch.Tensor | None
-    ) -> list[tuple[Sequence[str], torch.Tensor]]:
-        """Cut a transfer into calls the access can take; none if the indices do not fit the pages."""
-        width = self._access.indices_per_page
-        given = 0 if host_indices is None else len(host_indices)
-        if host_indices is None or given != len(page_hashes) * width:
-            if page_hashes:
-                logger.warning(
-                    "pool %s: %d pages need %d host indices, got %d; first %s",
-                    self.name,
-                    len(page_hashes),
-                    len(page_hashes) * width,
-                    given,
-                    page_hashes[0],
-                )
-            return []
-        step = self._access.batch_pages or len(page_hashes) or 1
-        return [
-            (page_hashes[first : first + step], host_indices[first * width : (first + step) * width])
-            for first in range(0, len(page_hashes), step)
-        ]
+    def _fit(self, page_hashes: Sequence[str], host_indices: torch.Tensor) -> bool:
+        needed = len(page_hashes) * self._access.indices_per_page
+        if len(host_indices) == needed:
+            return True
+        logger.warning(
+            "pool %s: %d pages need %d host indices, got %d",
+            self.name,
+            len(page_hashes),
+            needed,
+            len(host_indices),
+        )
+        return False
 
 
 class LogicalPool:
@@ -262,8 +259,10 @@ def require_page_first(name: str, host_pool: HostPool) -> None:
         UnsupportedPoolError: Names the pool, its layout and the flag to change.
     """
     if host_pool.layout not in PAGE_FIRST_LAYOUTS:
-        raise UnsupportedPoolError(
-            f"host pool {name!r} ({type(host_pool).__name__}) has layout {host_pool.layout!r}; expected "
-            f"{' or '.join(map(repr, PAGE_FIRST_LAYOUTS))}: start with --hicache-mem-layout page_first "
-            "(with --hicache-io-backend kernel) or page_first_direct (with --hicache-io-backend direct)"
+        raise UnsupportedPoolError.because(
+            name,
+            host_pool,
+            f"is not page first; expected layout {' or '.join(map(repr, PAGE_FIRST_LAYOUTS))}: start with "
+            "--hicache-mem-layout page_first (and --hicache-io-backend kernel) "
+            "or page_first_direct (and --hicache-io-backend direct)",
         )

@@ -155,6 +155,11 @@ def is_slot_sharded(host_pool: HostPool) -> bool:
     return bool(getattr(host_pool, "shard_size", 1) > 1)
 
 
+def holds_heads(host_pool: HostPool) -> bool:
+    """Tell whether the pool keeps attention heads, which TP ranks divide among them."""
+    return hasattr(host_pool, "head_num")
+
+
 def is_replicated(pool: str, host_pool: HostPool, model: ServedModel) -> bool:
     """Tell whether every TP rank holds the same bytes of this pool.
 
@@ -162,7 +167,7 @@ def is_replicated(pool: str, host_pool: HostPool, model: ServedModel) -> bool:
     linear-attention states are split all the same, and so is a pool of attention
     heads, as the draft of an MLA model may be.
     """
-    return model.replicated and pool != STATE_POOL and not hasattr(host_pool, "head_num")
+    return model.replicated and pool != STATE_POOL and not holds_heads(host_pool)
 
 
 def page_parts(meta: PageMeta, pages: int) -> tuple[Sequence[int], Sequence[int], int]:

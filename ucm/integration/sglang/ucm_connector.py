@@ -23,6 +23,7 @@ from ucm.integration.sglang.sglang_compat import (
     as_host_pool,
     byte_order,
     has_no_bytes,
+    holds_heads,
     is_replicated,
     is_slot_sharded,
     logical_dtype,
@@ -240,12 +241,22 @@ class SglangUcmConnector:
         require_page_first(ANCHOR_POOL, host_pool)
         if has_no_bytes(host_pool):
             return _logical(ANCHOR_POOL, host_pool)
+        parts = probe_parts(ANCHOR_POOL, host_pool)
+        if holds_heads(host_pool) and len(parts) != len(("K", "V")):
+            raise UnsupportedPoolError.because(
+                ANCHOR_POOL,
+                host_pool,
+                f"has pages of {len(parts)} parts; attention heads need K and V, or a restored page would "
+                "lack one: start without --hicache-storage-backend",
+            )
         return self._open(ANCHOR_POOL, host_pool, primary=True)
 
     def _open_sidecar(self, host_pool: HostPool, name: str) -> Pool:
         if not _POOL_NAME.fullmatch(name):
-            raise UnsupportedPoolError(
-                f"host pool name {name!r} cannot name a directory; expected letters, digits, '_', '.' and '-'"
+            raise UnsupportedPoolError.because(
+                name,
+                host_pool,
+                "cannot name a directory; expected letters, digits, '_', '.' and '-'",
             )
         require_page_first(name, host_pool)
         if not probe_parts(name, host_pool):
@@ -254,9 +265,11 @@ class SglangUcmConnector:
 
     def _open(self, name: str, host_pool: HostPool, *, primary: bool) -> RegisteredPool:
         if is_slot_sharded(host_pool):
-            raise UnsupportedPoolError(
-                f"host pool {name!r} ({type(host_pool).__name__}, layout {host_pool.layout!r}) spreads its "
-                "slots over ranks; only whole pages can be stored: start without --enable-kv-cache-sharding"
+            raise UnsupportedPoolError.because(
+                name,
+                host_pool,
+                "spreads its slots over ranks; only whole pages can be stored: "
+                "start without --enable-kv-cache-sharding",
             )
         staged = name == STATE_POOL
         access = (StagedAccess if staged else ZeroCopyAccess)(name, host_pool)
@@ -269,6 +282,7 @@ class SglangUcmConnector:
             layout=byte_order(host_pool),
             page_tokens=access.indices_per_page,
             segment_bytes=access.segment_bytes,
+            component_bytes=access.component_bytes,
         )
         claim_identity(self._config.store, namespace.record_name, namespace.identity)
         spec = StoreSpec(namespace.directory, namespace.segment_bytes, namespace.identity_digest)
@@ -276,8 +290,8 @@ class SglangUcmConnector:
         logger.info(
             "pool %s: %d x %d bytes per page of %s (%s), %s, below %r",
             name,
-            len(namespace.segment_bytes),
-            namespace.segment_bytes[0],
+            len(namespace.component_bytes),
+            namespace.component_bytes[0],
             namespace.dtype,
             namespace.layout,
             "staged" if staged else "zero copy",
@@ -291,9 +305,10 @@ class SglangUcmConnector:
 def _require_host_pool(name: str, candidate: object) -> HostPool:
     host_pool = as_host_pool(candidate)
     if host_pool is None:
-        raise UnsupportedPoolError(
-            f"host pool {name!r} ({type(candidate).__name__}) gives no page pointers; "
-            "such a pool cannot be stored: start without --hicache-storage-backend"
+        raise UnsupportedPoolError.because(
+            name,
+            candidate,
+            "gives no page pointers; such a pool cannot be stored: start without --hicache-storage-backend",
         )
     return host_pool
 

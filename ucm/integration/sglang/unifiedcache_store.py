@@ -66,9 +66,11 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
 
     def __init__(self, storage_config: HiCacheStorageConfig, mem_pool_host: object = None) -> None:
         if sglang_compat.splits_heads(storage_config):
-            raise UnsupportedPoolError(
-                f"host pool {ANCHOR_POOL!r} would be stored in pieces for servers of several TP sizes; only "
-                "whole pages can be stored: start without tp_lcm_size, with --hicache-mem-layout page_first"
+            raise UnsupportedPoolError.because(
+                ANCHOR_POOL,
+                mem_pool_host,
+                "would be stored in pieces for servers of several TP sizes; only whole pages can be stored: "
+                "start without tp_lcm_size, with --hicache-mem-layout page_first",
             )
         config = UnifiedCacheConfig.from_extra_config(storage_config.extra_config, os.environ)
         self._connector = SglangUcmConnector(config, sglang_compat.served_model(storage_config))
@@ -241,7 +243,8 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
     ) -> list[bool]:
         """Run one transfer and return one verdict per key, whatever happens."""
         failed = [BlockStatus.FAILED] * len(keys)
-        statuses = self._attempt(f"{action} {pool}, {len(keys)} pages", move, failed)
+        first = f", first {keys[0]}" if keys else ""
+        statuses = self._attempt(f"{action} {pool}, {len(keys)} pages{first}", move, failed)
         return [status is BlockStatus.DONE for status in statuses]
 
     def _attempt(self, action: str, call: Callable[[], T], otherwise: T) -> T:

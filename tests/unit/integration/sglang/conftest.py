@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
+from ucm.integration.sglang import ucm_connector
 from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
+from ucm.store import factory
+from ucm.testing.fault_injecting_store import FaultInjectingStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ucm.store.factory import StoreConfig
+    from ucm.store.interface import KVStore, StoreSpec
     from ucm.testing.host_pools import HostPools
 
 
@@ -66,3 +71,15 @@ def attach(storage_config: MakeConfig) -> Iterator[Attach]:
     yield attach
     for backend in backends:
         backend.close()
+
+
+@pytest.fixture
+def faulty_stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, FaultInjectingStore]:
+    """Every store opened from here on, by its namespace; each can be told to misbehave."""
+    opened: dict[str, FaultInjectingStore] = {}
+
+    def open_faulty(spec: StoreSpec, config: StoreConfig) -> KVStore:
+        return opened.setdefault(spec.namespace, FaultInjectingStore(factory.open_store(spec, config)))
+
+    monkeypatch.setattr(ucm_connector, "open_store", open_faulty)
+    return opened

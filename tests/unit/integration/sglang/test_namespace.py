@@ -35,6 +35,7 @@ def namespace(
         layout=layout,
         page_tokens=page_tokens,
         segment_bytes=segment_bytes,
+        component_bytes=(sum(segment_bytes),) if pool == "mamba" else segment_bytes,
     )
 
 
@@ -80,7 +81,7 @@ def test_any_text_is_a_page_hash(page_hash: str) -> None:
     [
         (namespace(), ""),
         (namespace(pool="swa", primary=False), "sglang_v2/swa_4096x2"),
-        (namespace(pool="mamba", primary=False, segment_bytes=(999,)), "sglang_v2/mamba_999x1"),
+        (namespace(pool="mamba", primary=False, segment_bytes=(900, 90, 9)), "sglang_v2/mamba_999x1"),
     ],
 )
 def test_a_sidecar_has_a_directory_of_its_own(namespace: CacheNamespace, directory: str) -> None:

@@ -46,8 +46,8 @@ then does nothing: threads are counted from /proc, processor time is that of the
 servers` are three real servers of the tiny MAMBA hybrid (SGLang's `--sleep-on-idle`, else its scheduler
 spins and hides everything else), with our backend, with SGLang's `file` backend and with two cache tiers
 only, each after a prompt has been stored and restored; all three are watched in the same windows.
-Required: at most {MOST_THREADS} threads more than with the `file` backend, which adds none of its own,
-and less than {MOST_IDLE_SHARE:.0%} of a core."""
+Required: at most {MOST_THREADS} threads more than with the `file` backend (SGLang's own storage threads
+run with both), and less than {MOST_IDLE_SHARE:.0%} of a core more than without storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+
 
 def describe_machine() -> dict[str, object]:
     """Return cores, CPU, memory, kernel, versions, and how busy the machine is now.

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.backends import FILE, OURS, Backend, transfer
 from benchmarks.host_pages import HostPages
-from benchmarks.machine import available_memory_bytes, describe_filesystem
+from benchmarks.machine import MEMORY_FILESYSTEMS, available_memory_bytes, describe_filesystem
 from benchmarks.pairs import LocalContestant, run_pairs
 from benchmarks.plot import draw_speedups
 from benchmarks.results import (
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 LARGE_PAGE_BYTES = 500_000
 LARGE_PAGE_SPEEDUP = 1.5
 SPARE_BYTES = 2_000_000_000
+MOST_PAGES_ON_DISK = 32  # More would measure the disk, which writes back meanwhile.
+BUSY_PAGES = 8
 PRIMARY = "kv"
 BUSY = ", busy"
 METHOD = """\
@@ -128,10 +130,7 @@ CASES = (
 def measure(
     directories: Sequence[Path], *, cases: Sequence[Case], batches: Sequence[int], budget_s: float
 ) -> Report:
-    """Compare on every case, directory and batch.
-
-    The largest batch is measured once more on the first directory beside a spinning thread.
-    """
+    """Compare on every case, directory and batch; on the first directory also beside a spinning thread."""
     torch.set_num_threads(1)  # As SGLang's model runner does where there is a GPU.
     comparisons: list[Comparison] = []
     for case in cases:
@@ -225,16 +224,18 @@ def _measure_case(
     for pool_pages in pages.values():
         pool_pages.fill()
     comparisons = []
-    for number, parent in enumerate(directories):
+    for parent in directories:
         storage = describe_filesystem(parent)
+        most = max(batches) if storage in MEMORY_FILESYSTEMS else MOST_PAGES_ON_DISK
         with _backends(case, pools, parent) as (ours, other):
-            for count in batches:
+            for count in (count for count in batches if count <= most):
                 progress(f"pools: {case.name}, {count} pages, {storage}")
                 comparisons += _compare(case, ours, other, pages, count, storage, budget_s)
-            if number == 0:
+            if parent == directories[0]:
+                count = min(BUSY_PAGES, max(batches))
+                progress(f"pools: {case.name}, {count} pages, {storage}{BUSY}")
                 with _spinning_thread():
-                    progress(f"pools: {case.name}, {max(batches)} pages, {storage}{BUSY}")
-                    comparisons += _compare(case, ours, other, pages, max(batches), storage + BUSY, budget_s)
+                    comparisons += _compare(case, ours, other, pages, count, storage + BUSY, budget_s)
     return comparisons
 
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.backends import OURS, TRAILING_POOLS, Backend, transfer
 from benchmarks.host_pages import HostPages
-from benchmarks.machine import describe_filesystem
+from benchmarks.machine import MEMORY_FILESYSTEMS, describe_filesystem
 from benchmarks.pairs import LocalContestant, expect, run_pairs
 from benchmarks.plot import draw_speedups
 from benchmarks.results import (
@@ -73,7 +73,7 @@ def measure(directories: Sequence[Path], *, budget_s: float) -> Report:
                 other=plain.name,
                 moved_bytes=_moved_bytes(pages, phase),
                 times=paired,
-                required_speedup=1 / MOST_TIMES_PLAIN if storage == "tmpfs" else None,
+                required_speedup=1 / MOST_TIMES_PLAIN if storage in MEMORY_FILESYSTEMS else None,
             )
             for phase, paired in times.items()
         ]

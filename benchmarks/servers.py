@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NO_STORAGE = "no storage"
 BOOT_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 20.0
 PROMPT_TOKENS = 300
 RESTORED_TOKENS = 256
 SERVER_FLAGS = shlex.split("""
@@ -82,8 +83,17 @@ def _server(name: str, model: Path, storage: Path) -> Iterator[IdleServer]:
         _use_storage(url, is_stored=name != NO_STORAGE)
         yield IdleServer(name, _scheduler_of(process.pid))
     finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the server remove its shared memory; end what is left of it by force."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_TIMEOUT_S)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def _storage_flags(name: str, storage: Path) -> list[str]:

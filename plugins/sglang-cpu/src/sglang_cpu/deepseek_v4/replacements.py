@@ -10,7 +10,7 @@ from sglang_cpu.deepseek_v4 import codecs, hyper_connection, indexer, numerics
 if TYPE_CHECKING:
     import torch
     from sglang.srt.models.deepseek_v4 import DeepseekV4DecoderLayerBase, DeepseekV4Model
-    from sglang.srt.models.deepseek_v4_nextn import DeepseekV4ModelNextN
+    from sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN, DeepseekV4ModelNextN
     from sglang.srt.platforms.interface import SRTPlatform
 
 
@@ -115,6 +115,14 @@ def hc_head(
 ) -> torch.Tensor:
     """Collapse the streams after the last layer."""
     return hyper_connection.head(x, hc_fn, hc_scale, hc_base, norm_eps=model.rms_norm_eps, eps=model.hc_eps)
+
+
+def set_embed_and_head(
+    model: DeepseekV4ForCausalLMNextN, embed: torch.nn.Parameter, head: torch.nn.Parameter
+) -> None:
+    """Let the draft model use the target's embedding and head; SGLang's own waits for a GPU afterwards."""
+    model.model.embed_tokens.weight = embed
+    model.lm_head.weight = head
 
 
 def get_rope_wrapper(**_: object) -> None:

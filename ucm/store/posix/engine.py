@@ -7,10 +7,12 @@ caller waits until it is finished or its time is up.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ucm.store.errors import StoreUnavailableError
@@ -214,6 +216,7 @@ class IoEngine:
             self._threads.append(thread)
 
     def _serve(self) -> None:
+        _name_kernel_thread(threading.current_thread().name)
         scratch = Scratch()
         reads = self._queues[Urgency.READ]
         while (batch := self._next_batch()) is not None:
@@ -230,6 +233,12 @@ class IoEngine:
                 self._idle += 1
                 self._wake.wait()
             return None
+
+
+def _name_kernel_thread(name: str) -> None:
+    """Show the current thread under its name in `top -H`, as Python itself does from 3.14 on."""
+    with contextlib.suppress(OSError):
+        Path("/proc/thread-self/comm").write_text(name, encoding="ascii")
 
 
 class SharedEngine:

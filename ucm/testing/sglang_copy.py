@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -32,10 +33,22 @@ def copy_patched_files(site_packages: Path) -> Installation:
 
 
 def link_package(site_packages: Path) -> Installation:
-    """Install all of SGLang below `site_packages`, as hard links to the installed files where possible."""
+    """Install all of SGLang below `site_packages`, as hard links to the installed files where possible.
+
+    The files that its patches change are copies: a test that goes wrong must not write through a link.
+    """
     installation = find_by_search_path()
     package = site_packages / "sglang"
-    shutil.copytree(installation.package, package, copy_function=_link)
+    patched = {str(installation.package / path) for path in installed_patch_set().paths}
+
+    def link_or_copy(source: str, target: str) -> None:
+        if source not in patched:
+            with contextlib.suppress(OSError):  # Another file system, or one without hard links.
+                os.link(source, target)
+                return
+        shutil.copy2(source, target)
+
+    shutil.copytree(installation.package, package, copy_function=link_or_copy)
     _copy_metadata(installation, site_packages)
     return _pristine(package)
 
@@ -50,10 +63,3 @@ def _pristine(package: Path) -> Installation:
     installation = find_by_directory(package)
     Patcher(installed_patch_set(), installation).revert()
     return installation
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # Another file system, or one without hard links.
-        shutil.copy2(source, target)

@@ -165,7 +165,7 @@ def _run(
     state = state.float()
     for t in range(len(v)):
         if t % CHUNK_TOKENS == 0:
-            checkpoints.append(state.to(stored))
+            checkpoints.append(state.to(stored, copy=True))
         state = state * decay[t]
         correction = (v[t] - (state * k[t]).sum(-1)) * beta[t]
         state = (state + correction[..., None] * k[t]).to(stored).float()

@@ -113,19 +113,21 @@ def _hit_query(name: PoolName) -> PoolTransfer:
     return PoolTransfer(name=name, hit_policy=PoolHitPolicy.ALL_PAGES, indices_from_pool=PoolName.KV)
 
 
-def _create(name: str, pools: HostPools, directory: Path, *, is_mla: bool) -> Any:
+def backend_settings(name: str, directory: Path) -> tuple[str, dict[str, object]]:
+    """Return what selects a backend: its registered name and the extra config."""
     if name == FILE:
-        registered = "file"
-        extra_config: dict[str, object] = {"file_storage_path": str(directory)}
-    else:
-        registered = "dynamic"
-        extra_config = {
-            "backend_name": "unifiedcache",
-            "module_path": "ucm.integration.sglang.unifiedcache_store",
-            "class_name": "UnifiedCacheStore",
-            "interface_v1": 1,
-            "storage_backends": str(directory),
-        }
+        return "file", {"file_storage_path": str(directory)}
+    return "dynamic", {
+        "backend_name": "unifiedcache",
+        "module_path": "ucm.integration.sglang.unifiedcache_store",
+        "class_name": "UnifiedCacheStore",
+        "interface_v1": 1,
+        "storage_backends": str(directory),
+    }
+
+
+def _create(name: str, pools: HostPools, directory: Path, *, is_mla: bool) -> Any:
+    registered, extra_config = backend_settings(name, directory)
     config = HiCacheStorageConfig(
         tp_rank=0,
         tp_size=1,

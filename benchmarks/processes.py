@@ -26,24 +26,6 @@ def usage(pid: int) -> ProcessUsage:
     return ProcessUsage(threads=threads, cpu_s=(user + system) / _TICKS_PER_SECOND)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes started by `pid`, directly or not."""
-    children: dict[int, list[int]] = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdecimal():
-            try:
-                stat = (directory / "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # It ended in the meantime.
-            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(directory.name))
-    found, queue = [], [pid]
-    while queue:
-        started = children.get(queue.pop(), [])
-        found += started
-        queue += started
-    return found
-
-
 def command_line(pid: int) -> str:
     """Return a process's command line, or the title that it gave itself."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

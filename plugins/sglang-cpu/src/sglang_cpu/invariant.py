@@ -22,9 +22,9 @@ def install() -> None:
     from sglang_cpu import hooks
 
     _library = torch.library.Library("aten", "IMPL")
-    _library.impl("mm", _mm, "CPU")
-    _library.impl("bmm", _bmm, "CPU")
-    _library.impl("addmm", _addmm, "CPU")
+    _library.impl("mm", mm, "CPU")
+    _library.impl("bmm", bmm, "CPU")
+    _library.impl("addmm", addmm, "CPU")
     hooks.define(
         "sglang.srt.layers.attention.torch_native_backend", {"scaled_dot_product_attention": attention}
     )
@@ -33,19 +33,22 @@ def install() -> None:
 # The out variants are kernels of their own, which the registrations above leave alone.
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Stand in for `aten::mm`."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=_sum_type(a))
     return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out).to(a.dtype)
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Stand in for `aten::bmm`."""
     out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=_sum_type(a))
     return torch.bmm(a.to(out.dtype), b.to(out.dtype), out=out).to(a.dtype)
 
 
-def _addmm(
+def addmm(
     bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
+    """Stand in for `aten::addmm`."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=_sum_type(a))
     bias, a_wide, b_wide = (x.to(out.dtype) for x in (bias, a, b))
     return torch.addmm(bias, a_wide, b_wide, beta=beta, alpha=alpha, out=out).to(a.dtype)

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
+    from ucm.testing.host_pools import Model
+
 DEVICE_PAGES = 8
 SOURCES, HOSTS, TARGETS = [1, 5, 2], [3, 0, 9], [4, 7, 1]
 
-MODELS = {
+MODELS: dict[str, Model] = {
     "mha": MhaModel(),
     "mla": MlaModel(),
     "dsa": DsaModel(),
@@ -45,7 +47,8 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=TRANSFERS, ids="-".join)
 def transfer(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param
+    layout, io_backend = request.param
+    return layout, io_backend
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ def test_digests_are_those_of_the_compiled_hash() -> None:
 
 
 def test_a_page_continues_the_chain_of_the_one_before() -> None:
-    first, second = HASHER.get_hash([1, 2, 3, 4], 4, 1, False, None, 2)
+    pages = HASHER.get_hash([1, 2, 3, 4], 4, 1, False, None, 2)
 
-    assert HASHER.get_hash([3, 4], 2, 1, False, bytes.fromhex(first)) == second
-    assert first == hashlib.sha256(struct.pack("<2I", 1, 2)).hexdigest()
+    assert HASHER.get_hash([3, 4], 2, 1, False, bytes.fromhex(pages[0])) == pages[1]
+    assert pages[0] == hashlib.sha256(struct.pack("<2I", 1, 2)).hexdigest()
 
 
 @pytest.mark.slow

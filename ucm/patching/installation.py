@@ -74,7 +74,7 @@ def find_by_interpreter(python: str) -> Installation:
     """
     try:
         answer = subprocess.run(  # noqa: S603 # The operator names the interpreter.
-            [python, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"],
+            [python, "-c", "import json, sys; print(json.dumps([path for path in sys.path if path]))"],
             capture_output=True,
             text=True,
             check=True,

@@ -166,7 +166,13 @@ class Patcher:
         pristine = self._pristine(path, current, patched_digest)
         if pristine is None:
             return File(path, FileState.FOREIGN, current, current, current)
-        patched = self._patches.apply(path, pristine)
+        try:
+            patched = self._patches.apply(path, pristine)
+        except PatchConflictError as error:
+            raise PatchConflictError(
+                f"SGLang {self._installation.version} in {self._installation.package} is not as it was "
+                f"released, so nothing was touched: {error}"
+            ) from error
         if current == pristine:
             state = FileState.PRISTINE
         else:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.cli.main import main
+from ucm.patching.installation import sha256
 from ucm.patching.patch_file import Hunk
 from ucm.patching.patch_set import PatchSet, patch_sets_directory
 from ucm.patching.patcher import STATE_DIRECTORY, Patcher, PatchState
@@ -150,6 +151,23 @@ def test_a_missing_file_stops_everything(sglang: Installation, capsys: pytest.Ca
     assert patch("apply", sglang) == IMPOSSIBLE
     assert MEMORY in capsys.readouterr().err
     assert not (sglang.package / MEMORY).exists()
+
+
+@pytest.mark.parametrize("action", ["apply", "revert", "status"])
+def test_a_repackaged_release_that_differs_is_left_alone(
+    sglang: Installation, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sglang.package / MEMORY
+    record = sglang.package.parent / f"sglang-{sglang.version}.dist-info" / "RECORD"
+    digest = sha256(file.read_bytes())
+    file.write_text(file.read_text().replace('"seaweedfs",', '"seaweed",'))
+    record.write_text(record.read_text().replace(digest, sha256(file.read_bytes())))
+    before = tree(sglang.package.parent)
+    assert patch(action, sglang) == IMPOSSIBLE
+    error = capsys.readouterr().err
+    assert "is not as it was released" in error
+    assert "accept-unifiedcache-on-the-command-line.patch" in error
+    assert tree(sglang.package.parent) == before
 
 
 def test_an_unsupported_release_is_left_alone(

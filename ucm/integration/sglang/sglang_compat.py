@@ -145,6 +145,11 @@ def indices_per_page(host_pool: HostPool) -> int:
     return int(getattr(host_pool, "logical_page_size", host_pool.page_size))
 
 
+def holds_dcp_shard(host_pool: HostPool) -> bool:
+    """Tell whether a page is spread over DCP ranks (pools since 0.5.19, storage keys since 0.5.23)."""
+    return indices_per_page(host_pool) > host_pool.page_size
+
+
 def index_limit(host_pool: HostPool) -> int:
     """Return the first host index that is outside the pool."""
     return int(getattr(host_pool, "logical_size", host_pool.size))

@@ -23,6 +23,7 @@ from ucm.integration.sglang.sglang_compat import (
     as_host_pool,
     byte_order,
     has_no_bytes,
+    holds_dcp_shard,
     holds_heads,
     is_replicated,
     is_slot_sharded,
@@ -270,6 +271,13 @@ class SglangUcmConnector:
                 host_pool,
                 "spreads its slots over ranks; only whole pages can be stored: "
                 "start without --enable-kv-cache-sharding",
+            )
+        if holds_dcp_shard(host_pool) and self._model.shard.dcp_size == 1:
+            raise UnsupportedPoolError.because(
+                name,
+                host_pool,
+                "holds the part of one DCP rank, but this SGLang release does not say which: "
+                "start without decode context parallelism",
             )
         staged = name == STATE_POOL
         access = (StagedAccess if staged else ZeroCopyAccess)(name, host_pool)

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from ucm.integration.sglang.errors import UnsupportedPoolError
 from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
 from ucm.testing.host_pools import DeepSeekV4Model, DsaModel, MambaModel, MhaModel, MlaModel, host_pools
 from ucm.testing.pool_memory import fill_random, page_indices, read_page, read_pages
@@ -184,3 +185,8 @@ def test_dcp_ranks_keep_their_own_tokens(storage_config: MakeConfig) -> None:
         assert torch.equal(pool.kv_buffer[256:384].view(torch.uint8), expected)
     for backend in backends:
         backend.close()
+
+
+def test_a_dcp_pool_is_refused_where_sglang_does_not_tell_the_rank(storage_config: MakeConfig) -> None:
+    with pytest.raises(UnsupportedPoolError, match="DCP rank"):
+        UnifiedCacheStore(storage_config(is_mla_model=True), dcp_pool(0))

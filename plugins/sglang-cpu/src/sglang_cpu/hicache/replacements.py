@@ -11,6 +11,8 @@ from sglang_cpu.hicache import page_hash, transfer
 if TYPE_CHECKING:
     import torch
 
+_HOST_MEMORY_RESERVE_BYTES = 512 * 1024**2
+
 _POOL_MODULES = (
     "sglang.srt.mem_cache.memory_pool_host",
     "sglang.srt.mem_cache.pool_host.dsa",
@@ -50,13 +52,15 @@ def install() -> None:
     SGLang imports the transfer functions on GPU platforms only, so the pool modules lack even the names.
     """
     import torch
-    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+    from sglang.srt.mem_cache.pool_host import base
 
     for module in _POOL_MODULES:
         hooks.define(module, transfer.FUNCTIONS)
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _nothing_to_register)
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_unregister", _nothing_to_unregister)
     hooks.replace("sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module", page_hash.load)
-    HostKVCache.pin_memory = _NeverPinned()
+    base.HostKVCache.pin_memory = _NeverPinned()
+    # SGLang leaves 10 GiB of host memory alone: more than a small machine has, and a tiny model needs megabytes.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = _HOST_MEMORY_RESERVE_BYTES
     # Some callers do not ask the platform first, among them ScheduleBatch for its mask of tracked states.
     torch.Tensor.pin_memory = _already_pinned

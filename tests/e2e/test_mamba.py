@@ -8,6 +8,7 @@ order of this file, and every prompt is new, so that they do not depend on each 
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import pytest
 
 from ucm.testing import block_damage
 from ucm.testing.cpu_deployment import CpuDeployment, thread_names
-from ucm.testing.served_model import ServedModel, wait_until
+from ucm.testing.served_model import ServedModel, StoredPrompt, wait_until
 from ucm.testing.sglang_selection import Selection
 from ucm.validation.results import Answer, CachedTokens, Continuation, Report
 from ucm.validation.scenario import Settings
@@ -157,7 +158,8 @@ def test_a_damaged_block_is_a_miss_and_the_answer_is_right(
     damage: Callable[[Path], None], pool: str, served: ServedModel
 ) -> None:
     stored = served.store(served.prompts.take(PROMPT_TOKENS))
-    damage(stored.blocks[pool][0])
+    for block in needed_blocks(stored, pool):
+        damage(block)
     reply = served.generate(stored.prompt)
     assert reply.cached == CachedTokens()
     assert_same_answer(reply.answer, stored.answer)
@@ -167,7 +169,8 @@ def test_a_damaged_block_is_a_miss_and_the_answer_is_right(
 def test_the_block_of_another_key_is_a_miss(pool: str, served: ServedModel) -> None:
     other = served.store(served.prompts.take(PROMPT_TOKENS))
     stored = served.store(served.prompts.take(PROMPT_TOKENS))
-    block_damage.replace_by(other.blocks[pool][0])(stored.blocks[pool][0])
+    for block in needed_blocks(stored, pool):
+        shutil.copyfile(other.blocks[pool][0], block)
     reply = served.generate(stored.prompt)
     assert reply.cached == CachedTokens()
     assert_same_answer(reply.answer, stored.answer)
@@ -176,11 +179,14 @@ def test_the_block_of_another_key_is_a_miss(pool: str, served: ServedModel) -> N
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_damaged_block_is_written_anew(pool: str, served: ServedModel) -> None:
     stored = served.store(served.prompts.take(PROMPT_TOKENS))
-    block = stored.blocks[pool][0]
-    good = block.read_bytes()
-    block_damage.flip_payload(block)
+    good = {block: block.read_bytes() for block in needed_blocks(stored, pool)}
+    for block in good:
+        block_damage.flip_payload(block)
     served.generate(stored.prompt)
-    wait_until(lambda: block.exists() and block.read_bytes() == good, f"{block} holds what was stored first")
+    wait_until(
+        lambda: all(block.exists() and block.read_bytes() == content for block, content in good.items()),
+        f"the blocks of {pool} hold what was stored first",
+    )
     served.client.flush_cache()
     assert served.generate(stored.prompt).cached == CachedTokens(storage=RESTORABLE_TOKENS)
 
@@ -246,8 +252,15 @@ def test_replicas_that_store_the_same_prompts_at_once_do_not_disturb_each_other(
 
 def test_no_server_log_tells_of_an_exception(served: ServedModel, after_restart: Validated) -> None:
     assert after_restart.report.ok
-    lines = [line for log in served.server.logs for line in log.read_text().splitlines()]
-    assert [line for line in lines if "Traceback" in line or "ERROR" in line] == []
+    for log in served.server.logs:
+        # While it shuts down, SGLang reports its own processes' end as an exception.
+        serving, _, _ = log.read_text().partition("INFO:     Shutting down")
+        assert [line for line in serving.splitlines() if "Traceback" in line or "ERROR" in line] == []
+
+
+def needed_blocks(stored: StoredPrompt, pool: str) -> list[Path]:
+    """Return the least whose loss leaves nothing of a prompt to restore: a page of KV, or every state."""
+    return stored.blocks[pool][:1] if pool == "kv" else stored.blocks[pool]
 
 
 def generate_on_both(

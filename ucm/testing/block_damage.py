@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING
 
 from ucm.store.interface import BlockKey, StoreSpec
 from ucm.store.posix.block_file import FOOTER_BYTES, encode_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 # After the magic, the format version and the key; see docs/file-format.md.
@@ -46,15 +44,6 @@ def zero(block: Path) -> None:
 def remove(block: Path) -> None:
     """Remove the file."""
     block.unlink()
-
-
-def replace_by(other: Path) -> Callable[[Path], None]:
-    """Return a damage that puts the good block of another key in place."""
-
-    def replace(block: Path) -> None:
-        shutil.copyfile(other, block)
-
-    return replace
 
 
 def forge(block: Path) -> None:

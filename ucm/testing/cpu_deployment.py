@@ -97,7 +97,7 @@ class RestartableServer:
 
     def scheduler_pids(self) -> list[int]:
         """Return the processes that own the caches, one per rank."""
-        return [process.pid for process in self._server.alive() if _is_scheduler(process.pid)]
+        return [pid for pid in self._server.alive() if _is_scheduler(pid)]
 
     def _start(self) -> None:
         for root in self._deployment.storage_roots:

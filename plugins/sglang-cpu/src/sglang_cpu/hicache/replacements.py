@@ -60,7 +60,7 @@ def install() -> None:
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_unregister", _nothing_to_unregister)
     hooks.replace("sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module", page_hash.load)
     base.HostKVCache.pin_memory = _NeverPinned()
-    # SGLang leaves 10 GiB of host memory alone: more than a small machine has, and a tiny model needs megabytes.
+    # SGLang leaves 10 GiB of host memory alone: more than small machines have; tiny models need megabytes.
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = _HOST_MEMORY_RESERVE_BYTES
     # Some callers do not ask the platform first, among them ScheduleBatch for its mask of tracked states.
     torch.Tensor.pin_memory = _already_pinned

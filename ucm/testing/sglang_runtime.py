@@ -19,9 +19,8 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.mem_cache.storage.mmap import alloc_mmap
-from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
-from sglang_cpu import hicache
+from sglang_cpu import hicache, hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -117,7 +116,7 @@ class HostMemoryGuards:
 @functools.cache
 def _replace_device_edges() -> None:
     hicache.install()
-    HookRegistry.apply_hooks()
+    hooks.apply()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.pool_host import common, mamba
 from sglang.srt.platforms import current_platform
 from sglang.srt.plugins import load_plugins
 from sglang_cpu import hooks, invariant
+from sglang_cpu.gdn import causal_conv
 from sglang_cpu.hicache import page_hash, transfer
 from sglang_cpu.platform import CpuReferencePlatform
 
@@ -23,7 +24,7 @@ assert isinstance(current_platform, CpuReferencePlatform)
 hooks.verify()
 
 # A module that imported the original by name before the plugins were loaded has the replacement as well.
-assert gdn_backend.causal_conv1d_fn.__wrapped__.__module__ == "sglang.kernels.ops.mamba.causal_conv1d_triton"
+assert gdn_backend.causal_conv1d_fn is causal_conv.causal_conv1d_fn
 assert torch_native_backend.scaled_dot_product_attention is invariant.attention
 assert mamba.transfer_kv_mamba_pf_lf is transfer.transfer_kv_mamba_pf_lf
 assert native_hash._load_native_hash_module() is page_hash.HASHER

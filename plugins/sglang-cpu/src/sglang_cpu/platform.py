@@ -45,11 +45,11 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  
         return PLATFORM_NAME
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Refuse to serve when a replacement did not take effect.
+        """Refuse to serve when a replacement is not in place.
 
         Raises:
-            RuntimeError: SGLang no longer has one of the functions that are replaced. SGLang itself
-                only logs this, and the server would fail later, inside a GPU kernel.
+            RuntimeError: SGLang no longer has one of the functions that are replaced. SGLang only logs what a
+                plugin raises, and the server would fail later, inside a GPU kernel.
         """
         del model
         hooks.verify()

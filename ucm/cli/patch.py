@@ -85,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     except PatchingError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.IMPOSSIBLE
-    done = {"apply": "patched", "revert": "no longer patched"}[arguments.action]
+    done = {"apply": "patched", "revert": "no longer patched"}[
+        arguments.action
+    ] + "; restart servers that use it"
     print(f"SGLang {installation.version} in {installation.package}: {done if changed else 'nothing to do'}")
     return ExitStatus.DONE
 

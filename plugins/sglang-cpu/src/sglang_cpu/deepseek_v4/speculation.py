@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What EAGLE does between the draft and the target model, for chains: one candidate per step, as V4 requires.
 
-Functions have the signatures of SGLang 0.5.23. A batch's verification rows are numbered `request * width + column`,
-where `width` is the length of a chain, the last accepted token included.
+Functions have the signatures of SGLang 0.5.23. A batch's verification rows are numbered
+`request * width + column`, where `width` is the length of a chain, the last accepted token included.
 """
 
 from __future__ import annotations
@@ -130,4 +130,4 @@ def fill_bonus_tokens_func(
 
 
 def clear_unaccepted_c128_draft_states(*_: object, **__: object) -> None:
-    """Do nothing: compression here reads a ring only up to the first token of a batch, never a rejected one."""
+    """Do nothing: compression here reads a ring up to the first token of a batch, never a rejected one."""

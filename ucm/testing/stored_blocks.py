@@ -56,11 +56,3 @@ class StoredBlocks:
     def _path(self, namespace: Path, key_text: str) -> Path:
         digest = hashlib.md5(key_text.encode(), usedforsecurity=False).hexdigest()
         return self.root / namespace / digest[:_SHARD_HEX] / digest
-
-
-def flip_a_byte(block: Path) -> None:
-    """Damage the payload of a stored block, and nothing else."""
-    with block.open("r+b") as file:
-        byte = file.read(1)[0]
-        file.seek(0)
-        file.write(bytes([byte ^ 0xFF]))

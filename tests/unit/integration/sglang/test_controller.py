@@ -16,12 +16,13 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_hos
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from ucm.store import StoreUnavailableError
+from ucm.testing.block_damage import flip_payload
 from ucm.testing.fault_injecting_store import FaultInjectingStore
 from ucm.testing.hicache_stack import HicacheStack, dynamic_storage, hicache_stack
 from ucm.testing.host_pools import DsaModel, MambaModel, MhaModel, MlaModel, Model, SwaModel
 from ucm.testing.pool_memory import fill_random, page_count, page_indices, read_pages
 from ucm.testing.sglang_runtime import HicacheSettings, HostMemoryGuards, cpu_runtime
-from ucm.testing.stored_blocks import StoredBlocks, flip_a_byte
+from ucm.testing.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,12 +56,12 @@ LAYOUTS = ("page_first", "page_first_direct")
 
 
 def serve(
-    root: Path, model: Model, *, layout: str = "page_first", seed: int = 0
+    root: Path, model: Model, *, layout: str = "page_first", seed: int = 0, pages: int = 16
 ) -> AbstractContextManager[HicacheStack]:
     """Run one process's tiers on `root`; a second one with another seed is a restart."""
     storage = dynamic_storage(root, module_path="ucm.testing.recording_store", class_name="RecordingStore")
     settings = HicacheSettings(layout=layout, page_tokens=PAGE_TOKENS, model_name=MODEL_NAME, **storage)
-    return hicache_stack(model, settings, seed=seed)
+    return hicache_stack(model, settings, pages=pages, seed=seed)
 
 
 def assert_holds(restored: Contents, inserted: Contents, pages: int) -> None:
@@ -213,6 +214,21 @@ def test_a_longer_prompt_fetches_only_the_pages_it_adds(tmp_path: Path) -> None:
     assert_holds(restored.contents, inserted, 4)
 
 
+@pytest.mark.parametrize("model", [MhaModel(), DsaModel(), SwaModel()], ids=["mha", "indexer", "swa"])
+def test_a_prompt_longer_than_one_batch_of_the_controller_is_restored_whole(
+    tmp_path: Path, model: Model
+) -> None:
+    prompt = list(range(300 * PAGE_TOKENS))
+    with serve(tmp_path, model, seed=1, pages=301) as first:
+        inserted = first.insert(prompt)
+    with serve(tmp_path, model, seed=2, pages=301) as second:
+        restored = second.restore(prompt)
+        loads = second.backend.of("batch_get_v1")
+    assert [len(load.keys) for load in loads] == [128, 128, 44]
+    assert restored.storage_tokens == len(prompt)
+    assert_holds(restored.contents, inserted, 300)
+
+
 @pytest.mark.parametrize("model", [MhaModel(), MambaModel(), DsaModel()], ids=["mha", "mamba", "indexer"])
 def test_a_replica_restores_what_another_has_just_written(tmp_path: Path, model: Model) -> None:
     with serve(tmp_path, model, seed=1) as writer, serve(tmp_path, model, seed=2) as reader:
@@ -253,7 +269,7 @@ def test_a_bad_page_is_a_miss_of_what_needs_it_and_of_nothing_else(
     if damage == "removed":
         block.unlink()
     else:
-        flip_a_byte(block)
+        flip_payload(block)
     with serve(tmp_path, model, seed=2) as second:
         if damage == "damaged":
             # The lookup does not read the page. What the load finds out, it leaves for the next lookup.
@@ -266,7 +282,7 @@ def test_a_damaged_page_is_written_again_by_the_next_cold_run(tmp_path: Path) ->
     with serve(tmp_path, MhaModel(), seed=1) as first:
         first.insert(PREFIX)
         block = StoredBlocks(tmp_path, MODEL_NAME).primary(first.page_hashes(PREFIX)[1])
-    flip_a_byte(block)
+    flip_payload(block)
     with serve(tmp_path, MhaModel(), seed=2) as second:
         assert second.restore(PREFIX).storage_tokens == PAGE_TOKENS
         recomputed = second.insert(PREFIX)
@@ -301,6 +317,7 @@ def test_pages_that_vanish_between_lookup_and_load_cost_only_themselves(tmp_path
     assert untouched == page_count(host) - 2
 
 
+LOOKUPS = ["batch_exists", "batch_exists_v2"]
 ERRORS = [OSError(5, "I/O error"), ValueError("bad"), TimeoutError("late"), StoreUnavailableError("gone")]
 
 
@@ -320,6 +337,9 @@ def test_a_store_that_raises_on_the_way_back_is_a_miss_until_it_heals(
         for store in stores.values():
             store.heal()
         restored = second.restore(PREFIX)
+        # A call that raises is not in the list.
+        answers = second.backend.of(*(LOOKUPS if operation == "lookup" else ["batch_get_v1"]))
+    assert len(answers) == 2
     assert missed.storage_tokens == 0
     assert restored.storage_tokens == len(PREFIX)
     assert_holds(restored.contents, inserted, 4)
@@ -337,6 +357,7 @@ def test_a_store_that_raises_while_writing_costs_that_prompt_only(
         first.insert(PREFIX)
         store.heal()
         inserted = first.insert(later)
+        assert len(first.backend.of("batch_set_v1")) == len(first.backend.of("batch_set_v2")) == 2
     with serve(tmp_path, MambaModel(), seed=2) as second:
         assert second.restore(PREFIX).storage_tokens == 0
         restored = second.restore(later)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ucm.testing.block_damage import flip_payload
 from ucm.testing.fault_injecting_store import FaultInjectingStore
 from ucm.testing.hicache_stack import HicacheStack, dynamic_storage, hicache_stack
 from ucm.testing.host_pools import FLASH_COMPRESS_RATIOS, DeepSeekV4Model, MhaModel, Model
 from ucm.testing.sglang_runtime import HicacheSettings
-from ucm.testing.stored_blocks import StoredBlocks, flip_a_byte
+from ucm.testing.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -49,6 +50,7 @@ def serve(
     layout: str = "page_first",
     seed: int = 0,
     draft_tokens: int = 0,
+    pages: int = 9,
     **options: object,
 ) -> AbstractContextManager[HicacheStack]:
     settings = HicacheSettings(
@@ -60,7 +62,7 @@ def serve(
             root, module_path="ucm.testing.recording_store", class_name="RecordingStore", **options
         ),
     )
-    return hicache_stack(model or DeepSeekV4Model(), settings, pages=9, seed=seed)
+    return hicache_stack(model or DeepSeekV4Model(), settings, pages=pages, seed=seed)
 
 
 def assert_holds(restored: Contents, inserted: Contents, pages: int) -> None:
@@ -91,9 +93,9 @@ def test_a_restart_restores_all_six_pools_byte_for_byte(tmp_path: Path, layout: 
 def test_flash_with_its_draft_layer_survives_a_restart(tmp_path: Path) -> None:
     flash = DeepSeekV4Model(compress_ratios=FLASH_COMPRESS_RATIOS, mtp_layers=1)
     prefix = PREFIX[: 2 * PAGE_TOKENS]
-    with serve(tmp_path, flash, seed=1, draft_tokens=4) as first:
+    with serve(tmp_path, flash, seed=1, draft_tokens=4, pages=2) as first:
         inserted = first.insert(prefix)
-    with serve(tmp_path, flash, seed=2, draft_tokens=4) as second:
+    with serve(tmp_path, flash, seed=2, draft_tokens=4, pages=2) as second:
         restored = second.restore(prefix)
     assert restored.storage_tokens == len(prefix)
     assert_holds(restored.contents, inserted, 2)
@@ -171,7 +173,7 @@ def test_a_damaged_page_is_never_restored_and_then_no_longer_there(
     with serve(tmp_path, seed=1) as first:
         inserted = first.insert(PREFIX)
         page_hash = first.page_hashes(PREFIX)[page]
-    flip_a_byte(block_of(tmp_path, pool, page_hash))
+    flip_payload(block_of(tmp_path, pool, page_hash))
     is_read = pool in EVERY_PAGE or page == 3
     with serve(tmp_path, seed=2) as second:
         tried = second.restore(PREFIX)
@@ -232,6 +234,19 @@ def test_a_longer_prompt_fetches_only_the_pages_it_adds(tmp_path: Path) -> None:
     assert [read.keys for read in reads] == [hashes[:2], hashes[2:]]
     assert restored.storage_tokens == 2 * PAGE_TOKENS
     assert_holds(restored.contents, inserted, 4)
+
+
+def test_three_prompts_are_restored_at_once(tmp_path: Path) -> None:
+    prompts = [[token + shift for token in PREFIX[: 3 * PAGE_TOKENS]] for shift in (0, 5000, 10000)]
+    with serve(tmp_path, seed=1) as first:
+        inserted = [first.insert(prompt) for prompt in prompts]
+    with serve(tmp_path, seed=2) as second:
+        handles = [second.begin_prefetch(prompt) for prompt in prompts]
+        loaded = [second.finish_prefetch(handle) for handle in handles]
+        restored = [second.restore(prompt) for prompt in prompts]
+    assert loaded == [3 * PAGE_TOKENS] * 3
+    for found, expected in zip(restored, inserted, strict=True):
+        assert_holds(found.contents, expected, 3)
 
 
 def test_a_replica_restores_what_another_has_just_written(tmp_path: Path) -> None:

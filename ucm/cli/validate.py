@@ -55,7 +55,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--url", required=True, help="the server, for example http://127.0.0.1:30000")
-    parser.add_argument("--api-key", help="the server's --api-key (or --admin-api-key, if it has one)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the server's --api-key (or --admin-api-key, if it has one)",
+    )
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="where to write the report (default: report.json)"
     )
@@ -132,27 +136,27 @@ def _validate(arguments: argparse.Namespace, say: Callable[[str], None]) -> tupl
 def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--prompt-tokens",
-        type=int,
+        type=_count,
         metavar="N",
         help="length of a prompt (default: a bit over 256)",
     )
     group.add_argument(
         "--output-tokens",
-        type=int,
+        type=_count,
         default=_DEFAULTS.output_tokens,
         metavar="N",
         help="tokens generated and compared (default: %(default)s)",
     )
     group.add_argument(
         "--at-once",
-        type=int,
+        type=_count_or_0,
         default=_DEFAULTS.at_once,
         metavar="N",
         help="prompts sent concurrently, 0 for none (default: %(default)s)",
     )
     group.add_argument(
         "--vocab-size",
-        type=int,
+        type=_count,
         metavar="N",
         help="token ids stay below this (default: the model's, at most 10000)",
     )
@@ -164,14 +168,14 @@ def _add_prompt_options(group: argparse._ArgumentGroup) -> None:
 def _add_expectation_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--expect-fraction",
-        type=float,
+        type=_fraction,
         default=_DEFAULTS.expect_fraction,
         metavar="F",
         help="share of the expected tokens that must be reused (default: %(default)s)",
     )
     group.add_argument(
         "--logprob-tolerance",
-        type=float,
+        type=_not_negative,
         default=_DEFAULTS.logprob_tolerance,
         metavar="D",
         help="largest difference to the uncached answer's logprobs (default: %(default)s; "
@@ -190,18 +194,53 @@ def _add_expectation_options(group: argparse._ArgumentGroup) -> None:
 def _add_waiting_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--settle",
-        type=float,
+        type=_not_negative,
         metavar="S",
         help="storage counts as complete after this many quiet seconds; if neither its directory nor metrics "
         "can be watched, the whole wait (default: 1 and 10)",
     )
     group.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="for one request (default: %(default)s)"
+        "--timeout",
+        type=_not_negative,
+        default=600.0,
+        metavar="S",
+        help="for one request (default: %(default)s)",
     )
     group.add_argument(
         "--max-filler-tokens",
-        type=int,
+        type=_count_or_0,
         default=_DEFAULTS.max_filler_tokens,
         metavar="N",
         help="leave the L2 phase out if filling L1 takes more tokens (default: %(default)s)",
     )
+
+
+def _count(text: str) -> int:
+    value = _count_or_0(text)
+    if not value:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _count_or_0(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    # NaN compares as not at least 0, too.
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = _not_negative(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than 1")
+    return value

@@ -52,7 +52,11 @@ class Outcome:
 
 
 class Scenario:
-    """Drive one server. Each public method runs some phases and adds them to `outcome`."""
+    """Drive one server. Each public method runs some phases and adds them to `outcome`.
+
+    Raises:
+        ValueError: Prompts of the wanted length cannot show what they should on this server.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Scenario:
         self._backups = backups
         self._say = say
         self._prompt_tokens = settings.prompt_tokens or profile.default_prompt_tokens()
+        self._check_prompt_tokens()
         self.outcome = Outcome()
 
     def run(self, prompts: PromptSource) -> Outcome:
@@ -142,6 +147,22 @@ class Scenario:
             stored, answers = [entry.prompt for entry in entries], [entry.answer for entry in entries]
             self._measure(name, stored, answers, CachedTokens(storage=expected))
         return self.outcome
+
+    def _check_prompt_tokens(self) -> None:
+        length, profile = self._prompt_tokens, self._profile
+        if not profile.storage_tokens(length, length):
+            raise ValueError(
+                f"a prompt of {length} tokens leaves nothing on storage that a second one can restore "
+                f"(page {profile.page_tokens}, prefetch threshold {profile.threshold_tokens} tokens); "
+                f"{profile.default_prompt_tokens()} would do"
+            )
+        # What the conversation adds to the first prompt.
+        longest = length + 2 * (profile.step_tokens + self._settings.output_tokens)
+        limit = min(profile.max_prompt_tokens, profile.device_tokens)
+        if longest > limit:
+            raise ValueError(
+                f"prompts grow from {length} to {longest} tokens, but the server takes at most {limit}"
+            )
 
     def _reference(self, name: str, prompts: Sequence[Prompt]) -> list[Answer]:
         """Compute prompts nobody has sent before, and return their answers."""

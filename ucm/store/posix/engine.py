@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: MIT
 """IoEngine: the worker threads that all PosixStores of a process share.
 
-Storage can hang, so no caller touches it: a batch goes to the workers, and the
-caller waits until it is finished or its time is up.
+Storage can hang, so no caller waits for it: a batch goes to the workers, and the
+caller waits until it is finished or its time is up. What certainly does not have
+to wait, the caller does itself: waking a worker takes longer than a small block,
+and far longer when another Python thread holds the GIL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import os
+import queue
 import threading
 import time
 from collections import deque
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
+# So much data is worth one more thread from the start, as far as there are cores.
+_BYTES_PER_THREAD = 1024 * 1024
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
@@ -40,66 +46,81 @@ class Urgency(enum.IntEnum):
 
 
 class Work(Protocol[T_co]):
-    """What is done for one item of a batch, in a worker."""
+    """What is done for one item of a batch."""
 
     def __call__(self, index: int, scratch: Scratch, lease: HostLease, /) -> T_co:
         """Handle item `index`; may raise `LeaseRevokedError` once the caller has gone."""
 
 
 class _Batch(Generic[T]):
-    """Items handed out to any number of workers, and one caller waiting for all of them."""
+    """Items handed out to any number of threads, and one caller waiting for all of them."""
 
     def __init__(self, count: int, work: Work[T], urgency: Urgency) -> None:
         self.urgency = urgency
-        self.drained = False  # Nothing is left to hand out.
         self._work = work
         self._lease = HostLease()
-        # Shared by the workers: taking the next item is one step under the GIL.
-        self._indices = iter(range(count))
+        # Shared by all threads: taking the next item is one step.
+        self._todo = deque(range(count))
         self._results: list[T | None] = [None] * count
         self._unfinished = count
-        self._cancelled = False
         self._error: Exception | None = None
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is left to hand out."""
+        return not self._todo
 
     def run(self, scratch: Scratch, more_urgent: Sized) -> None:
         """Handle items until none is left, the caller has gone, or something is in `more_urgent`."""
         finished = 0
         error = None
         try:
-            for index in self._indices:
+            while (index := self._take()) is not None:
                 self._results[index] = self._work(index, scratch, self._lease)
                 finished += 1
-                if self._lease.revoked or more_urgent:
+                if more_urgent:
                     break
-            else:
-                self.drained = True
         except LeaseRevokedError:
-            self.drained = True
+            pass
         except Exception as exc:
             # `results` raises it again, in the caller's thread.
-            self.drained = True
+            self._todo.clear()
             error = exc
-        with self._changed:
-            self._unfinished -= finished
-            self._error = self._error or error
-            if self._is_over():
-                self._changed.notify()
+        self._settle(finished, error)
+
+    def attempt(self, work: Work[T | None], deadline: float) -> None:
+        """Try items in the caller's thread; those that `work` answers with None are for the workers."""
+        scratch = Scratch()
+        left = []
+        finished = 0
+        while time.monotonic() < deadline and (index := self._take()) is not None:
+            self._results[index] = work(index, scratch, self._lease)
+            if self._results[index] is None:
+                left.append(index)
+            else:
+                finished += 1
+        self._settle(finished)
+        self._todo.extend(left)
 
     def cancel(self) -> None:
         """Send the caller home with what there is."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify()
+        with self._lock:
+            self._send_home()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all results are there or the batch was cancelled; False if the time is up before."""
-        with self._changed:
-            return self._changed.wait_for(self._is_over, timeout_s)
+        """Wait until all results are there or the batch was cancelled; False if the time is up before.
+
+        Not to be called again after True.
+        """
+        return self._over.acquire(timeout=max(0.0, timeout_s))
 
     def end(self) -> None:
         """Hand nothing out any more, and take the caller's memory back from the workers."""
-        self.drained = True
+        self._todo.clear()
         self._lease.revoke()
 
     def results(self) -> list[T | None]:
@@ -108,8 +129,23 @@ class _Batch(Generic[T]):
             raise self._error
         return list(self._results)
 
-    def _is_over(self) -> bool:
-        return not self._unfinished or self._cancelled or self._error is not None
+    def _take(self) -> int | None:
+        try:
+            return self._todo.popleft()
+        except IndexError:
+            return None
+
+    def _settle(self, finished: int, error: Exception | None = None) -> None:
+        with self._lock:
+            self._unfinished -= finished
+            self._error = self._error or error
+            if not self._unfinished or self._error:
+                self._send_home()
+
+    def _send_home(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._over.release()
 
 
 class IoEngine:
@@ -122,16 +158,25 @@ class IoEngine:
 
     def __init__(self, threads: int) -> None:
         self._limit = threads
+        self._cores = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
         self._queues: tuple[deque[_Batch[Any]], ...] = tuple(deque() for _ in Urgency)
+        # One entry wakes one worker. Cheaper than a condition, and a batch may be gone when the worker looks.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiting: set[_Batch[Any]] = set()
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
 
     def run(
-        self, work: Work[T], count: int, *, urgency: Urgency, timeout_s: float, workers: int = 1
+        self,
+        work: Work[T],
+        count: int,
+        *,
+        urgency: Urgency,
+        timeout_s: float,
+        moved_bytes: int = 0,
+        attempt: Work[T | None] | None = None,
     ) -> list[T | None]:
         """Do `work` for every index below `count`.
 
@@ -140,7 +185,10 @@ class IoEngine:
             count: Number of items.
             urgency: Which batches come first.
             timeout_s: From now until this call returns, finished or not.
-            workers: How many to begin with; more join a batch that takes long.
+            moved_bytes: How much the batch moves: decides how many threads begin. More
+                workers join a batch that takes long.
+            attempt: Called in this thread first, where given. Never waits for storage;
+                None leaves an item to the workers.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -154,14 +202,20 @@ class IoEngine:
             return []
         deadline = time.monotonic() + timeout_s
         batch = _Batch(count, work, urgency)
+        threads = min(count, self._cores, 1 + moved_bytes // _BYTES_PER_THREAD)
         try:
-            self._submit(batch, min(count, workers))
+            if attempt is not None:
+                if threads > 1:
+                    self._submit(batch, threads - 1)
+                batch.attempt(attempt, deadline)
+            if not batch.drained:
+                self._submit(batch, threads)
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
-                if workers >= min(count, self._limit):
+                if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())
                     break
-                self._call(workers)
-                workers *= 2
+                self._call(threads)
+                threads *= 2
         finally:
             batch.end()
             with self._lock:
@@ -179,7 +233,8 @@ class IoEngine:
             self._closed = True
             for batch in self._waiting:
                 batch.cancel()
-            self._wake.notify_all()
+            for _ in self._threads:
+                self._wakes.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -198,9 +253,10 @@ class IoEngine:
             if self._closed:
                 return
             woken = min(workers, self._idle)
-            # Whoever is notified counts as busy from here on, not from when it gets to run.
+            # Whoever is woken counts as busy from here on, not from when it gets to run.
             self._idle -= woken
-            self._wake.notify(woken)
+            for _ in range(woken):
+                self._wakes.put(None)
             for _ in range(min(workers - woken, self._limit - len(self._threads))):
                 self._start_thread()
 
@@ -223,16 +279,17 @@ class IoEngine:
             batch.run(scratch, reads if batch.urgency is Urgency.WRITE else ())
 
     def _next_batch(self) -> _Batch[Any] | None:
-        with self._lock:
-            while not self._closed:
-                for queue in self._queues:
-                    while queue and queue[0].drained:
-                        queue.popleft()
-                    if queue:
-                        return queue[0]
+        while True:
+            with self._lock:
+                if self._closed:
+                    return None
+                for waiting in self._queues:
+                    while waiting and waiting[0].drained:
+                        waiting.popleft()
+                    if waiting:
+                        return waiting[0]
                 self._idle += 1
-                self._wake.wait()
-            return None
+            self._wakes.get()
 
 
 def _name_kernel_thread(name: str) -> None:

@@ -43,8 +43,13 @@ class BlockLayout:
 
     def path(self, key: BlockKey) -> str:
         """Return the file of `key`."""
+        return f"{self.directories[self.root_index(key)]}/{self.name(key)}"
+
+    @staticmethod
+    def name(key: BlockKey) -> str:
+        """Return the file of `key` below its directory."""
         name = key.hex()
-        return f"{self.directories[self.root_index(key)]}/{name[:SHARD_HEX_DIGITS]}/{name}"
+        return f"{name[:SHARD_HEX_DIGITS]}/{name}"
 
     def temp_path(self, key: BlockKey, writer: str) -> str:
         """Return where `writer` prepares the file of `key` before renaming it into place.

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+import time
+from typing import TYPE_CHECKING, TypeVar
 
 from ucm.store.counters import StoreCounters
-from ucm.store.errors import BlockCorruptError, StoreConfigError, StoreUnavailableError
+from ucm.store.errors import StoreConfigError, StoreUnavailableError
 from ucm.store.interface import Block, BlockKey, BlockStatus, KVStore, StoreSpec, StoreStats, check_blocks
-from ucm.store.posix.block_file import file_bytes
+from ucm.store.posix.blocks import DONE, BlockFiles, Verdict
+from ucm.store.posix.call import Call, run_calls
 from ucm.store.posix.engine import SharedEngine, Urgency
-from ucm.store.posix.file_io import is_block_of, is_stored, prepare_directory, read_block, write_block
+from ucm.store.posix.file_io import is_block_of, prepare_directory
 from ucm.store.posix.layout import TEMP_DIRECTORY, BlockLayout, is_shard_name, key_of
 from ucm.store.posix.writer import new_writer_name, remove_orphans
 
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucm.store.posix.config import PosixStoreConfig
-    from ucm.store.posix.engine import Work
-    from ucm.store.posix.file_io import Scratch
+    from ucm.store.posix.file_io import FileSystem, Scratch
     from ucm.store.posix.lease import HostLease
 
 logger = logging.getLogger(__name__)
@@ -31,32 +31,15 @@ logger = logging.getLogger(__name__)
 # The kernel takes 1024 buffers in one call; the footer is one of them.
 _MAX_SEGMENTS = 1000
 _SHARDS_PER_SCAN_BATCH = 64
-# So much data is worth one more worker from the start.
-_BYTES_PER_WORKER = 4 * 1024 * 1024
-
 
 _T = TypeVar("_T")
-
-
-class _Verdict(NamedTuple):
-    status: BlockStatus
-    reason: str = ""
-
-
-class _Prepared(NamedTuple):
-    in_place_flags: int | None
-
-
-_DONE = _Verdict(BlockStatus.DONE)
-_STORED_ALREADY = _Verdict(BlockStatus.DONE, "stored already")
-_MISSING = _Verdict(BlockStatus.MISSING)
 
 
 class PosixStore(KVStore):
     """One namespace of block files below the storage roots.
 
-    All its I/O happens on the engine's workers, so a hung file system costs a
-    caller no more than the deadline. After a dump has missed its deadline the
+    All I/O that may wait for storage happens on the engine's workers, so a hung file
+    system costs a caller no more than the deadline. After a dump has missed its deadline the
     kernel may still be reading the segments, into a file that is never published;
     nothing is ever written to the segments of a load that has returned.
 
@@ -74,64 +57,116 @@ class PosixStore(KVStore):
         self._config = config
         self._label = spec.namespace or "(root)"
         self._layout = BlockLayout(config.storage_backends, spec.namespace)
-        self._file_bytes = file_bytes(spec)
         self._counters = StoreCounters(spec.block_bytes)
         self._close_lock = threading.Lock()
         self._closed = False
         self._engine = SharedEngine.acquire(config.io_threads)
         try:
-            self._in_place_flags = self._prepare_directories()
+            self._files = BlockFiles(spec, self._layout, self._prepare_directories())
         except BaseException:
             self.close()
             raise
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        verdicts = self._run(
-            "lookup",
-            lambda index, _scratch, _lease: self._look(keys[index]),
-            keys,
-            self._config.lookup_timeout_s,
-        )
-        found = [verdict.status is BlockStatus.DONE for verdict in verdicts]
-        self._counters.looked_up(found)
-        return found
+        return _run(self.lookup_call(keys))
 
     def load(self, blocks: Sequence[Block]) -> list[BlockStatus]:
-        check_blocks(self.spec, blocks, writable=True)
-        verdicts = self._run(
-            "load",
-            lambda index, scratch, lease: self._load_one(blocks[index], scratch, lease),
-            [block.key for block in blocks],
-            self._config.load_timeout_s,
-            moved_bytes=len(blocks) * self.spec.block_bytes,
-        )
-        statuses = [verdict.status for verdict in verdicts]
-        self._counters.loaded(statuses)
-        return statuses
+        return _run(self.load_call(blocks))
 
     def dump(self, blocks: Sequence[Block]) -> list[BlockStatus]:
-        check_blocks(self.spec, blocks, writable=False)
-        verdicts = self._run(
-            "dump",
-            lambda index, _scratch, lease: self._dump_one(blocks[index], lease),
-            [block.key for block in blocks],
-            self._config.dump_timeout_s,
-            Urgency.WRITE,
-            moved_bytes=len(blocks) * self.spec.block_bytes,
-        )
-        statuses = [verdict.status for verdict in verdicts]
-        self._counters.dumped(verdicts.count(_DONE), statuses.count(BlockStatus.FAILED))
-        return statuses
+        return _run(self.dump_call(blocks))
 
     def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        verdicts = self._run(
-            "delete",
-            lambda index, _scratch, _lease: self._delete_one(keys[index]),
-            keys,
-            self._config.dump_timeout_s,
-            Urgency.WRITE,
+        self._require_open()
+        timeout_s = self._config.dump_timeout_s
+
+        def finish(verdicts: Sequence[Verdict | None]) -> list[bool]:
+            judged = self._judge("delete", keys, verdicts, timeout_s)
+            return [verdict.status is BlockStatus.DONE for verdict in judged]
+
+        return _run(
+            Call(
+                engine=self._engine,
+                count=len(keys),
+                work=lambda index, _scratch, _lease: self._files.delete(keys[index]),
+                urgency=Urgency.WRITE,
+                timeout_s=timeout_s,
+                finish=finish,
+            )
         )
-        return [verdict.status is BlockStatus.DONE for verdict in verdicts]
+
+    def lookup_call(self, keys: Sequence[BlockKey]) -> Call[list[bool]]:
+        """Return a lookup to be run together with those of other stores."""
+        self._require_open()
+        files, timeout_s = self._files, self._config.lookup_timeout_s
+
+        def finish(verdicts: Sequence[Verdict | None]) -> list[bool]:
+            judged = self._judge("lookup", keys, verdicts, timeout_s)
+            found = [verdict.status is BlockStatus.DONE for verdict in judged]
+            self._counters.looked_up(found)
+            return found
+
+        return Call(
+            engine=self._engine,
+            count=len(keys),
+            work=lambda index, _scratch, _lease: files.look(keys[index]),
+            attempt=(lambda index, _scratch, _lease: files.look_now(keys[index]))
+            if files.can_read_now
+            else None,
+            urgency=Urgency.READ,
+            timeout_s=timeout_s,
+            finish=finish,
+        )
+
+    def load_call(self, blocks: Sequence[Block]) -> Call[list[BlockStatus]]:
+        """Return a load to be run together with those of other stores."""
+        self._require_open()
+        check_blocks(self.spec, blocks, writable=True)
+        files, timeout_s = self._files, self._config.load_timeout_s
+
+        def finish(verdicts: Sequence[Verdict | None]) -> list[BlockStatus]:
+            judged = self._judge("load", [block.key for block in blocks], verdicts, timeout_s)
+            statuses = [verdict.status for verdict in judged]
+            self._counters.loaded(statuses)
+            return statuses
+
+        return Call(
+            engine=self._engine,
+            count=len(blocks),
+            work=lambda index, scratch, lease: files.load(blocks[index], scratch, lease),
+            attempt=(lambda index, scratch, lease: files.load_now(blocks[index], scratch, lease))
+            if files.can_read_now
+            else None,
+            urgency=Urgency.READ,
+            timeout_s=timeout_s,
+            moved_bytes=len(blocks) * self.spec.block_bytes,
+            finish=finish,
+        )
+
+    def dump_call(self, blocks: Sequence[Block]) -> Call[list[BlockStatus]]:
+        """Return a dump to be run together with those of other stores."""
+        self._require_open()
+        check_blocks(self.spec, blocks, writable=False)
+        files, timeout_s = self._files, self._config.dump_timeout_s
+
+        def finish(verdicts: Sequence[Verdict | None]) -> list[BlockStatus]:
+            judged = self._judge("dump", [block.key for block in blocks], verdicts, timeout_s)
+            statuses = [verdict.status for verdict in judged]
+            self._counters.dumped(judged.count(DONE), statuses.count(BlockStatus.FAILED))
+            return statuses
+
+        return Call(
+            engine=self._engine,
+            count=len(blocks),
+            work=lambda index, _scratch, lease: files.dump(blocks[index], lease),
+            attempt=(lambda index, _scratch, lease: files.dump_now(blocks[index], lease))
+            if files.can_write_now
+            else None,
+            urgency=Urgency.WRITE,
+            timeout_s=timeout_s,
+            moved_bytes=len(blocks) * self.spec.block_bytes,
+            finish=finish,
+        )
 
     def scan(self) -> Iterator[BlockKey]:
         self._require_open()
@@ -146,45 +181,6 @@ class PosixStore(KVStore):
                 return
             self._closed = True
         SharedEngine.release()
-
-    def _look(self, key: BlockKey) -> _Verdict:
-        try:
-            return _DONE if is_stored(self._layout.path(key), self._file_bytes) else _MISSING
-        except OSError as exc:
-            return _failed(exc)
-
-    def _load_one(self, block: Block, scratch: Scratch, lease: HostLease) -> _Verdict:
-        flags = self._in_place_flags[self._layout.root_index(block.key)]
-        path = self._layout.path(block.key)
-        try:
-            read_block(path, self.spec, block, lease, scratch, flags)
-        except (FileNotFoundError, NotADirectoryError):
-            return _MISSING
-        except BlockCorruptError as exc:
-            return _Verdict(BlockStatus.CORRUPT, str(exc))
-        except OSError as exc:
-            return _failed(exc)
-        return _DONE
-
-    def _dump_one(self, block: Block, lease: HostLease) -> _Verdict:
-        path = self._layout.path(block.key)
-        try:
-            if is_stored(path, self._file_bytes):
-                return _STORED_ALREADY
-            temp = self._layout.temp_path(block.key, new_writer_name())
-            write_block(path, temp, self.spec, block, lease)
-        except OSError as exc:
-            return _failed(exc)
-        return _DONE
-
-    def _delete_one(self, key: BlockKey) -> _Verdict:
-        try:
-            os.unlink(self._layout.path(key))
-        except (FileNotFoundError, NotADirectoryError):
-            return _MISSING
-        except OSError as exc:
-            return _failed(exc)
-        return _DONE
 
     def _scan(self) -> Iterator[BlockKey]:
         directories = self._layout.directories
@@ -217,26 +213,22 @@ class PosixStore(KVStore):
                 keys.append(key)
         return keys
 
-    def _run(
+    def _judge(
         self,
         operation: str,
-        work: Work[_Verdict],
         keys: Sequence[BlockKey],
+        verdicts: Sequence[Verdict | None],
         timeout_s: float,
-        urgency: Urgency = Urgency.READ,
-        moved_bytes: int = 0,
-    ) -> list[_Verdict]:
-        self._require_open()
-        workers = 1 + moved_bytes // _BYTES_PER_WORKER
-        results = self._engine.run(work, len(keys), urgency=urgency, timeout_s=timeout_s, workers=workers)
-        if None in results:
+    ) -> list[Verdict]:
+        """Replace verdicts that did not come in time, and tell what was lost."""
+        if None in verdicts:
             self._counters.missed_deadline()
-        late = _Verdict(BlockStatus.FAILED, f"no answer within {timeout_s:g} s")
-        verdicts = [late if result is None else result for result in results]
-        self._warn_of_losses(operation, verdicts, keys)
-        return verdicts
+        late = Verdict(BlockStatus.FAILED, f"no answer within {timeout_s:g} s")
+        judged = [late if verdict is None else verdict for verdict in verdicts]
+        self._warn_of_losses(operation, judged, keys)
+        return judged
 
-    def _warn_of_losses(self, operation: str, verdicts: Sequence[_Verdict], keys: Sequence[BlockKey]) -> None:
+    def _warn_of_losses(self, operation: str, verdicts: Sequence[Verdict], keys: Sequence[BlockKey]) -> None:
         statuses = [verdict.status for verdict in verdicts]
         corrupt, failed = statuses.count(BlockStatus.CORRUPT), statuses.count(BlockStatus.FAILED)
         if not corrupt and not failed:
@@ -255,37 +247,41 @@ class PosixStore(KVStore):
             verdicts[first].reason,
         )
 
-    def _prepare_directories(self) -> list[int | None]:
+    def _prepare_directories(self) -> list[FileSystem]:
         directories = self._layout.directories
 
-        def prepare(index: int, _scratch: Scratch, _lease: HostLease) -> _Prepared:
-            temp_directory = f"{directories[index]}/{TEMP_DIRECTORY}"
+        def prepare(index: int, _scratch: Scratch, _lease: HostLease) -> FileSystem:
             try:
-                flags = prepare_directory(directories[index], f"{temp_directory}/probe.{new_writer_name()}")
-                orphans = remove_orphans(temp_directory)
+                found = prepare_directory(directories[index], f"{TEMP_DIRECTORY}/probe.{new_writer_name()}")
+                orphans = remove_orphans(f"{directories[index]}/{TEMP_DIRECTORY}")
             except OSError as exc:
                 raise StoreUnavailableError(
                     f"cannot keep blocks in {directories[index]}: {exc.strerror}; "
                     "name a directory in 'storage_backends' that this user can create and write"
                 ) from exc
             if orphans:
-                logger.info("removed %d unfinished files of dead writers from %s", orphans, temp_directory)
-            return _Prepared(flags)
+                logger.info(
+                    "removed %d unfinished files of dead writers from %s", orphans, directories[index]
+                )
+            return found
 
         timeout_s = self._config.dump_timeout_s
         results = self._engine.run(prepare, len(directories), urgency=Urgency.WRITE, timeout_s=timeout_s)
         for directory, result in zip(directories, results, strict=True):
             if result is None:
                 raise StoreUnavailableError(f"cannot open {directory}: no answer within {timeout_s:g} s")
-        return [result.in_place_flags for result in results if result is not None]
+        return [result for result in results if result is not None]
 
     def _require_open(self) -> None:
         if self._closed:
             raise StoreUnavailableError(f"store {self._label} is closed")
 
 
-def _failed(error: OSError) -> _Verdict:
-    return _Verdict(BlockStatus.FAILED, f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}")
+def _run(call: Call[_T]) -> _T:
+    [result] = run_calls([call], time.monotonic())
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _names_in(directory: str) -> list[str]:

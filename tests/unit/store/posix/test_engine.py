@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ucm.store.posix.lease import HostLease
 
 LONG_S = 60.0
+LARGE = 1 << 30  # Worth as many threads as there may be.
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_threads_are_never_more_than_allowed() -> None:
     engine = IoEngine(3)
     with ThreadPoolExecutor(8) as callers:
         for _ in range(50):
-            callers.submit(engine.run, square, 20, urgency=Urgency.READ, timeout_s=LONG_S, workers=9)
+            callers.submit(engine.run, square, 20, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=LARGE)
     assert 1 <= len(io_threads()) <= 3
     engine.close()
     assert io_threads() == []
@@ -168,7 +169,7 @@ def test_an_engine_that_cannot_start_more_threads_works_with_those_it_has(
 ) -> None:
     run(engine, square, 1)
     monkeypatch.setattr(threading.Thread, "start", no_more_threads)
-    results = engine.run(square, 100, urgency=Urgency.READ, timeout_s=LONG_S, workers=4)
+    results = engine.run(square, 100, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=LARGE)
     assert results == [n * n for n in range(100)]
 
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""BlockFiles: what is done with one block, and the verdict on it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucm.store.errors import BlockCorruptError
+from ucm.store.interface import BlockStatus
+from ucm.store.posix.block_file import file_bytes
+from ucm.store.posix.file_io import is_stored, read_block, read_block_promptly, write_block
+from ucm.store.posix.writer import new_writer_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.interface import Block, BlockKey, StoreSpec
+    from ucm.store.posix.file_io import FileSystem, Scratch
+    from ucm.store.posix.layout import BlockLayout
+    from ucm.store.posix.lease import HostLease
+
+
+class Verdict(NamedTuple):
+    """What became of one block, and why."""
+
+    status: BlockStatus
+    reason: str = ""
+
+
+DONE = Verdict(BlockStatus.DONE)
+_STORED_ALREADY = Verdict(BlockStatus.DONE, "stored already")
+_MISSING = Verdict(BlockStatus.MISSING)
+
+
+class BlockFiles:
+    """The block files of one namespace.
+
+    Those methods that end in `_now` never wait for storage, and return None where
+    they would have to.
+
+    Args:
+        spec: What the blocks are.
+        layout: Where they are.
+        file_systems: What can be relied on in each of the layout's directories.
+    """
+
+    def __init__(self, spec: StoreSpec, layout: BlockLayout, file_systems: Sequence[FileSystem]) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._file_systems = file_systems
+        self._file_bytes = file_bytes(spec)
+        self.can_read_now = any(found.in_memory or found.prompt for found in file_systems)
+        self.can_write_now = any(found.in_memory for found in file_systems)
+
+    def look(self, key: BlockKey) -> Verdict:
+        """Tell whether a block of the right size is stored."""
+        try:
+            return DONE if is_stored(self._layout.path(key), self._file_bytes) else _MISSING
+        except OSError as exc:
+            return _failed(exc)
+
+    def look_now(self, key: BlockKey) -> Verdict | None:
+        """See `look`."""
+        found = self._file_system(key)
+        if found.in_memory:
+            return self.look(key)
+        if found.prompt and found.prompt.is_stored(self._layout.name(key), self._file_bytes):
+            return DONE
+        return None
+
+    def load(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict:
+        """Read a block into its segments."""
+        path, flags = self._layout.path(block.key), self._file_system(block.key).in_place_flags
+        try:
+            read_block(path, self._spec, block, lease, scratch, flags)
+        except (FileNotFoundError, NotADirectoryError):
+            return _MISSING
+        except BlockCorruptError as exc:
+            return Verdict(BlockStatus.CORRUPT, str(exc))
+        except OSError as exc:
+            return _failed(exc)
+        return DONE
+
+    def load_now(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict | None:
+        """See `load`."""
+        found = self._file_system(block.key)
+        if found.in_memory:
+            return self.load(block, scratch, lease)
+        name = self._layout.name(block.key)
+        if found.prompt and read_block_promptly(found.prompt, name, self._spec, block, scratch):
+            return DONE
+        return None
+
+    def dump(self, block: Block, lease: HostLease) -> Verdict:
+        """Store a block unless it is stored already."""
+        path = self._layout.path(block.key)
+        preallocates = self._file_system(block.key).preallocates
+        try:
+            if is_stored(path, self._file_bytes):
+                return _STORED_ALREADY
+            temp = self._layout.temp_path(block.key, new_writer_name())
+            write_block(path, temp, self._spec, block, lease, preallocates=preallocates)
+        except OSError as exc:
+            return _failed(exc)
+        return DONE
+
+    def dump_now(self, block: Block, lease: HostLease) -> Verdict | None:
+        """See `dump`."""
+        return self.dump(block, lease) if self._file_system(block.key).in_memory else None
+
+    def delete(self, key: BlockKey) -> Verdict:
+        """Remove a block; `MISSING` if there is none."""
+        try:
+            os.unlink(self._layout.path(key))  # noqa: PTH108 -- no pathlib object for every block.
+        except (FileNotFoundError, NotADirectoryError):
+            return _MISSING
+        except OSError as exc:
+            return _failed(exc)
+        return DONE
+
+    def _file_system(self, key: BlockKey) -> FileSystem:
+        return self._file_systems[self._layout.root_index(key)]
+
+
+def _failed(error: OSError) -> Verdict:
+    return Verdict(BlockStatus.FAILED, f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}")

@@ -85,10 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     except PatchingError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.IMPOSSIBLE
-    done = {"apply": "patched", "revert": "no longer patched"}[
-        arguments.action
-    ] + "; restart servers that use it"
-    print(f"SGLang {installation.version} in {installation.package}: {done if changed else 'nothing to do'}")
+    done = "patched" if arguments.action == "apply" else "no longer patched"
+    outcome = f"{done}; restart servers that use it" if changed else "nothing to do"
+    print(f"SGLang {installation.version} in {installation.package}: {outcome}")
     return ExitStatus.DONE
 
 

@@ -7,7 +7,6 @@ import logging
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from ucm.integration.sglang.errors import UnsupportedPoolError
 from ucm.integration.sglang.namespace import block_keys
 from ucm.integration.sglang.page_access import flat_page
 from ucm.integration.sglang.restorable import leading_pages
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from ucm.store.interface import BlockKey, KVStore, StoreStats
 
 logger = logging.getLogger(__name__)
-
-PAGE_FIRST_LAYOUTS = ("page_first", "page_first_direct")
 
 # A prefix that is not stored at all is found out with few lookups.
 _FIRST_LOOKUP_PAGES = 8
@@ -250,19 +247,3 @@ class LogicalPool:
     def _is_empty(self) -> bool:
         # Sidecars without bytes may not even have the attribute.
         return getattr(self.host_pool, "kv_buffer", None) is None
-
-
-def require_page_first(name: str, host_pool: HostPool) -> None:
-    """Refuse a pool whose pages are scattered over the layers.
-
-    Raises:
-        UnsupportedPoolError: Names the pool, its layout and the flag to change.
-    """
-    if host_pool.layout not in PAGE_FIRST_LAYOUTS:
-        raise UnsupportedPoolError.because(
-            name,
-            host_pool,
-            f"is not page first; expected layout {' or '.join(map(repr, PAGE_FIRST_LAYOUTS))}: start with "
-            "--hicache-mem-layout page_first (and --hicache-io-backend kernel) "
-            "or page_first_direct (and --hicache-io-backend direct)",
-        )

@@ -4,33 +4,16 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucm.integration.sglang.errors import UnsupportedPoolError
-from ucm.integration.sglang.namespace import ANCHOR_POOL, CacheNamespace, ServedModel
-from ucm.integration.sglang.page_access import StagedAccess, ZeroCopyAccess, probe_parts
-from ucm.integration.sglang.pool import LogicalPool, Pool, RegisteredPool, require_page_first
-from ucm.integration.sglang.restorable import (
-    BlockGroups,
-    PoolPresence,
-    restorable_prefixes,
-)
-from ucm.integration.sglang.sglang_compat import (
-    STATE_POOL,
-    as_host_pool,
-    byte_order,
-    has_no_bytes,
-    holds_dcp_shard,
-    holds_heads,
-    is_replicated,
-    is_slot_sharded,
-    logical_dtype,
-)
-from ucm.store.factory import claim_identity, open_store
-from ucm.store.interface import BlockStatus, StoreSpec
+from ucm.integration.sglang.namespace import ANCHOR_POOL
+from ucm.integration.sglang.pool import RegisteredPool
+from ucm.integration.sglang.registration import PoolOpener, require_host_pool
+from ucm.integration.sglang.restorable import PoolPresence, restorable_prefixes
+from ucm.store.interface import BlockStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,12 +21,12 @@ if TYPE_CHECKING:
     import torch
 
     from ucm.integration.sglang.config import UnifiedCacheConfig
-    from ucm.integration.sglang.sglang_compat import HostPool
+    from ucm.integration.sglang.namespace import ServedModel
+    from ucm.integration.sglang.pool import Pool
+    from ucm.integration.sglang.restorable import BlockGroups
     from ucm.store.interface import KVStore, StoreStats
 
 logger = logging.getLogger(__name__)
-
-_POOL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +71,7 @@ class SglangUcmConnector:
     """
 
     def __init__(self, config: UnifiedCacheConfig, model: ServedModel) -> None:
-        self._config = config
-        self._model = model
+        self._opener = PoolOpener(config, model)
         self._registration = threading.Lock()
         self._primary: Pool | None = None
         # Replaced as a whole, never changed, so that transfers read it without a lock.
@@ -108,12 +90,12 @@ class SglangUcmConnector:
             StoreConfigError: The directory holds another kind of pages of this model.
             StoreUnavailableError: The storage cannot be used.
         """
-        anchor = _require_host_pool(ANCHOR_POOL, host_pool)
+        anchor = require_host_pool(ANCHOR_POOL, host_pool)
         with self._registration:
             old = self._primary
             if old is not None and old.host_pool is anchor:
                 return
-            self._primary = self._open_primary(anchor)
+            self._primary = self._opener.anchor(anchor)
         if old is not None:
             old.close()
 
@@ -130,9 +112,9 @@ class SglangUcmConnector:
         """
         if pool_name == ANCHOR_POOL and self.store is not None:
             return
-        pool = _require_host_pool(pool_name, host_pool)
+        pool = require_host_pool(pool_name, host_pool)
         with self._registration:
-            registered = self._open_sidecar(pool, pool_name)
+            registered = self._opener.sidecar(pool, pool_name)
             if pool_name == ANCHOR_POOL and not registered.moves_bytes:
                 return
             old = self._sidecars.get(pool_name)
@@ -223,8 +205,9 @@ class SglangUcmConnector:
 
     def close(self) -> None:
         """Give up every store within seconds; calling it again does nothing."""
-        for pool in self._pools():
-            pool.close()
+        with ExitStack() as closing:
+            for pool in self._pools():
+                closing.callback(pool.close)
 
     def _pools(self) -> list[Pool]:
         anchor = [] if self._primary is None else [self._primary]
@@ -237,93 +220,6 @@ class SglangUcmConnector:
         if self._primary is None:
             raise RuntimeError("SGLang has not registered a host pool yet")
         return self._primary
-
-    def _open_primary(self, host_pool: HostPool) -> Pool:
-        require_page_first(ANCHOR_POOL, host_pool)
-        if has_no_bytes(host_pool):
-            return _logical(ANCHOR_POOL, host_pool)
-        parts = probe_parts(ANCHOR_POOL, host_pool)
-        if holds_heads(host_pool) and len(parts) != len(("K", "V")):
-            raise UnsupportedPoolError.because(
-                ANCHOR_POOL,
-                host_pool,
-                f"has pages of {len(parts)} parts; attention heads need K and V, or a restored page would "
-                "lack one: start without --hicache-storage-backend",
-            )
-        return self._open(ANCHOR_POOL, host_pool, primary=True)
-
-    def _open_sidecar(self, host_pool: HostPool, name: str) -> Pool:
-        if not _POOL_NAME.fullmatch(name):
-            raise UnsupportedPoolError.because(
-                name,
-                host_pool,
-                "cannot name a directory; expected letters, digits, '_', '.' and '-'",
-            )
-        require_page_first(name, host_pool)
-        if not probe_parts(name, host_pool):
-            return _logical(name, host_pool)
-        return self._open(name, host_pool, primary=False)
-
-    def _open(self, name: str, host_pool: HostPool, *, primary: bool) -> RegisteredPool:
-        if is_slot_sharded(host_pool):
-            raise UnsupportedPoolError.because(
-                name,
-                host_pool,
-                "spreads its slots over ranks; only whole pages can be stored: "
-                "start without --enable-kv-cache-sharding",
-            )
-        if holds_dcp_shard(host_pool) and self._model.shard.dcp_size == 1:
-            raise UnsupportedPoolError.because(
-                name,
-                host_pool,
-                "holds the part of one DCP rank, but this SGLang release does not say which: "
-                "start without decode context parallelism",
-            )
-        staged = name == STATE_POOL
-        access = (StagedAccess if staged else ZeroCopyAccess)(name, host_pool)
-        namespace = CacheNamespace(
-            model=self._model,
-            pool=name,
-            primary=primary,
-            replicated=is_replicated(name, host_pool, self._model),
-            dtype=logical_dtype(host_pool),
-            layout=byte_order(host_pool),
-            page_tokens=access.indices_per_page,
-            segment_bytes=access.segment_bytes,
-            component_bytes=access.component_bytes,
-        )
-        claim_identity(self._config.store, namespace.record_name, namespace.identity)
-        spec = StoreSpec(namespace.directory, namespace.segment_bytes, namespace.identity_digest)
-        store = open_store(spec, self._config.store)
-        logger.info(
-            "pool %s: %d x %d bytes per page of %s (%s), %s, below %r",
-            name,
-            len(namespace.component_bytes),
-            namespace.component_bytes[0],
-            namespace.dtype,
-            namespace.layout,
-            "staged" if staged else "zero copy",
-            namespace.directory,
-        )
-        return RegisteredPool(
-            name=name, host_pool=host_pool, access=access, key_suffix=namespace.key_suffix, store=store
-        )
-
-
-def _require_host_pool(name: str, candidate: object) -> HostPool:
-    host_pool = as_host_pool(candidate)
-    if host_pool is None:
-        raise UnsupportedPoolError.because(
-            name,
-            candidate,
-            "gives no page pointers; such a pool cannot be stored: start without --hicache-storage-backend",
-        )
-    return host_pool
-
-
-def _logical(name: str, host_pool: HostPool) -> LogicalPool:
-    logger.info("pool %s: logical, owns no bytes and needs no store", name)
-    return LogicalPool(name=name, host_pool=host_pool)
 
 
 def _unregistered(pool: str, page_hashes: Sequence[str]) -> list[BlockStatus]:

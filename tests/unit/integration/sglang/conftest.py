@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
-from ucm.integration.sglang import ucm_connector
+from ucm.integration.sglang import registration
 from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
 from ucm.store import factory
 from ucm.testing.fault_injecting_store import FaultInjectingStore
@@ -81,5 +81,5 @@ def faulty_stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, FaultInjectingSt
     def open_faulty(spec: StoreSpec, config: StoreConfig) -> KVStore:
         return opened.setdefault(spec.namespace, FaultInjectingStore(factory.open_store(spec, config)))
 
-    monkeypatch.setattr(ucm_connector, "open_store", open_faulty)
+    monkeypatch.setattr(registration, "open_store", open_faulty)
     return opened

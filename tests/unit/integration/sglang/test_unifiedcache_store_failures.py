@@ -14,10 +14,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, PoolTra
 from ucm.integration.sglang.namespace import block_keys
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.interface import BlockStatus
+from ucm.testing.block_damage import cut, empty, flip_footer, flip_payload, zero
 from ucm.testing.host_pools import MambaModel, MhaModel, SwaModel, host_pools
 from ucm.testing.pool_memory import fill_random, page_indices, read_pages
 from ucm.testing.posix_faults import faulty_call, hanging_call
-from ucm.testing.stored_blocks import StoredBlocks, flip_a_byte
+from ucm.testing.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,18 +112,24 @@ class TestAStoreThatRaises:
         (message,) = caplog.messages
         assert message == "load swa, 3 pages, first key-a: OSError: [Errno 5] Input/output error"
 
-    def test_does_not_stop_clear_and_close(
-        self, attach: Attach, faulty_stores: dict[str, FaultInjectingStore]
-    ) -> None:
+    def test_cannot_be_cleared(self, attach: Attach, faulty_stores: dict[str, FaultInjectingStore]) -> None:
         backend = attach(host_pools(SwaModel()))
-        for store in faulty_stores.values():
-            store.fail("scan", OSError(5, "Input/output error"))
-            store.fail("close", OSError(5, "Input/output error"))
+        faulty_stores["sglang_v2/swa_6144x2"].fail("scan", OSError(5, "Input/output error"))
 
         assert backend.clear() is False
+
+    def test_does_not_keep_others_from_closing(
+        self, attach: Attach, faulty_stores: dict[str, FaultInjectingStore]
+    ) -> None:
+        pools = host_pools(SwaModel())
+        backend = attach(pools)
+        faulty_stores[""].fail("close", OSError(5, "Input/output error"))
+
         backend.close()
-        for store in faulty_stores.values():
-            store.heal()
+
+        with pytest.raises(StoreUnavailableError):
+            faulty_stores["sglang_v2/swa_6144x2"].lookup([])
+        faulty_stores[""].heal()
 
     def test_works_again_once_the_cause_is_gone(
         self, attach: Attach, faulty_stores: dict[str, FaultInjectingStore]
@@ -198,14 +205,6 @@ def test_states_that_change_their_size_are_never_moved(
     assert read_pages(pools["mamba"]) == before
 
 
-def empty(block: Path) -> None:
-    block.write_bytes(b"")
-
-
-def short(block: Path) -> None:
-    block.write_bytes(block.read_bytes()[:-1000])
-
-
 def directory(block: Path) -> None:
     block.unlink()
     block.mkdir()
@@ -217,7 +216,7 @@ def dangling_link(block: Path) -> None:
 
 
 # sglang #39269, #39550
-@pytest.mark.parametrize("damage", [flip_a_byte, empty, short, directory, dangling_link])
+@pytest.mark.parametrize("damage", [flip_payload, flip_footer, zero, cut, empty, directory, dangling_link])
 def test_a_damaged_file_is_a_miss_and_costs_no_other_page(
     attach: Attach, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -15,9 +15,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from ucm.testing.block_damage import flip_payload
 from ucm.testing.host_pools import DeepSeekV4Model, DsaModel, MambaModel, MhaModel, SwaModel, host_pools
 from ucm.testing.pool_memory import fill_random, page_count, page_indices, read_page, read_pages, write_page
-from ucm.testing.stored_blocks import StoredBlocks, flip_a_byte
+from ucm.testing.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +179,7 @@ def test_a_damaged_state_is_not_scattered_into_the_pool(attach: Attach, tmp_path
     before = fill_random(pool)
     backend.batch_set_v2([transfer(pools, "mamba", KEYS, [0, 1, 2])])
     namespace = f"mamba_{len(before[0])}x1"
-    flip_a_byte(StoredBlocks(tmp_path, "test-model").sidecar(namespace, "key-b"))
+    flip_payload(StoredBlocks(tmp_path, "test-model").sidecar(namespace, "key-b"))
 
     assert backend.batch_get_v2([transfer(pools, "mamba", KEYS, [4, 5, 6])]) == {"mamba": [True, False, True]}
 

@@ -16,6 +16,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from ucm.store.posix.layout import SHARD_HEX_DIGITS, SHARDS, TEMP_DIRECTORY
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -47,6 +49,7 @@ class Backend:
 
     def __init__(self, name: str, pools: HostPools, directory: Path, *, is_mla: bool) -> None:
         self.name = name
+        self._directory = directory
         self._pools = pools
         self._backend = _create(name, pools, directory, is_mla=is_mla)
         self._backend.register_mem_pool_host(pools.anchor)
@@ -91,6 +94,12 @@ class Backend:
         if not queries:
             return int(self._backend.batch_exists(keys, HiCacheStorageExtraInfo()))
         return int(self._backend.batch_exists_v2(keys, queries, HiCacheStorageExtraInfo()).kv_hit_pages)
+
+    def age(self) -> None:
+        """Make the directories that a store of ours has after some thousand blocks."""
+        for unfinished in list(self._directory.rglob(TEMP_DIRECTORY)):
+            for shard in range(SHARDS):
+                (unfinished.parent / f"{shard:0{SHARD_HEX_DIGITS}x}").mkdir(exist_ok=True)
 
     def clear(self) -> None:
         """Remove everything stored."""

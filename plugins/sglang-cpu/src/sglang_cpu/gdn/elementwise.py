@@ -8,7 +8,7 @@ import torch
 
 def split_projections(
     mixed_qkvz: torch.Tensor,
-    mixed_ba: torch.Tensor,
+    mixed_gates: torch.Tensor,
     num_heads_qk: int,
     num_heads_v: int,
     head_qk: int,
@@ -21,7 +21,7 @@ def split_projections(
     """
     qkv_width = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     qkv, z = mixed_qkvz.split([qkv_width, num_heads_v * head_v], dim=-1)
-    b, a = mixed_ba.split([num_heads_v, num_heads_v], dim=-1)
+    b, a = mixed_gates.split([num_heads_v, num_heads_v], dim=-1)
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
 
 

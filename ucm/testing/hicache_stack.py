@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from torch.distributed import ProcessGroup
 
 _DEADLINE_S = 60.0
 _POLL_S = 0.001
@@ -234,7 +235,12 @@ class HicacheStack:
 
 @contextmanager
 def hicache_stack(
-    model: Model, settings: HicacheSettings, *, pages: int = 16, seed: int = 0
+    model: Model,
+    settings: HicacheSettings,
+    *,
+    pages: int = 16,
+    seed: int = 0,
+    tp_group: ProcessGroup | None = None,
 ) -> Iterator[HicacheStack]:
     """Run the cache tiers of one server process, with the storage backend that `settings` names.
 
@@ -243,11 +249,12 @@ def hicache_stack(
         settings: What the operator would state; contexts with different settings may be open at once.
         pages: Device pages; the host tier is twice as large.
         seed: Of the bytes in the device pages.
+        tp_group: The CPU group in which the ranks of one server agree, if `settings` states more than one.
     """
     guards = HostMemoryGuards()
     with cpu_runtime(settings, guards) as server_args:
         device = model.device_pools(settings.page_tokens, pages)
-        tree, host = attach_host_pools(device, server_args, guards)
+        tree, host = attach_host_pools(device, server_args, guards, tp_group)
         try:
             yield HicacheStack(device, tree, host, seed)
         finally:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.pool_host import HostKVCache, HostPoolGroup
     from sglang.srt.server_args import ServerArgs
+    from torch.distributed import ProcessGroup
 
 _REQUESTS = 1
 
@@ -54,7 +55,7 @@ class DevicePools:
     sliding_window_tokens: int | None = None
     drafts: tuple[KVCache, ...] = ()
 
-    def cache_params(self) -> CacheInitParams:
+    def cache_params(self, tp_group: ProcessGroup | None) -> CacheInitParams:
         """Return the radix tree's constructor argument."""
         return CacheInitParams(
             disable=False,
@@ -64,6 +65,7 @@ class DevicePools:
             tree_components=self.components,
             sliding_window_size=self.sliding_window_tokens,
             mtp_draft_device_pools=self.drafts,
+            tp_cache_group=tp_group,
             enable_mamba_extra_buffer=ComponentType.MAMBA in self.components,
         )
 
@@ -388,13 +390,16 @@ class HostPools:
 
 
 def attach_host_pools(
-    device: DevicePools, server_args: ServerArgs, guards: HostMemoryGuards
+    device: DevicePools,
+    server_args: ServerArgs,
+    guards: HostMemoryGuards,
+    tp_group: ProcessGroup | None = None,
 ) -> tuple[UnifiedRadixCache, HostPools]:
     """Build a radix tree over `device` with its host pools and controller, inside `cpu_runtime`.
 
     The caller owns the tree: SGLang would keep it, and its memory, until the interpreter exits.
     """
-    params = device.cache_params()
+    params = device.cache_params(tp_group)
     tree = UnifiedRadixCache(params)
     tree.init_hicache(server_args, params)
     atexit.unregister(tree.shutdown)

@@ -52,7 +52,7 @@ FIRST_RUN = {
 AFTER_RESTART = {
     "restart": CachedTokens(storage=256),
     "restart-longer": CachedTokens(storage=384),
-    "restart-conversation": CachedTokens(storage=384),
+    "restart-turn-3": CachedTokens(storage=384),
     "restart-at-once": CachedTokens(storage=4 * 256),
 }
 

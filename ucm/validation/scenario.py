@@ -125,7 +125,7 @@ class Scenario:
         self._flush()
         expected = self._profile.storage_tokens(len(second), len(third))
         answer = self._measure_then_recompute("turn-3-l3", third, len(second), CachedTokens(storage=expected))
-        self._remember("restart-conversation", [third], [answer])
+        self._remember("restart-turn-3", [third], [answer])
 
     def prompts_at_once(self, prompts: PromptSource) -> None:
         """Send several prompts concurrently, cold and from L3."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ def print_report(report: Report, console: Console) -> None:
 
 def phase_table(report: Report) -> Table:
     """Build the table of phases."""
-    table = Table(title=f"{report.model} ({report.selection})", title_justify="left")
+    # Fits into 80 columns, the width of a log.
+    table = _table(f"{report.model} ({report.selection})")
     table.add_column("phase", no_wrap=True)
-    for heading in ("prompt", "device", "host", "storage", "expected", "TTFT s", "|Δlogprob|"):
+    for heading in ("prompt", "device", "host", "storage", "expected", "TTFT s", "Δlogprob"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for phase in report.phases:
@@ -49,7 +51,7 @@ def phase_table(report: Report) -> Table:
 
 def pool_table(report: Report) -> Table:
     """Build the table of pools."""
-    table = Table(title="on storage", title_justify="left")
+    table = _table("on storage")
     for heading in ("pool", "namespace"):
         table.add_column(heading, no_wrap=True)
     for heading in ("page bytes", "pages", "MiB"):
@@ -73,6 +75,10 @@ def verdict(report: Report) -> str:
     failed = sum(1 for phase in report.phases if phase.problems)
     outcome = "OK" if report.ok else f"NOT OK, {failed} of {len(report.phases)} phases failed"
     return f"{outcome}: {got} of {expected} restorable tokens came from storage in {len(restored)} phases"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _expected(expected: CachedTokens) -> str:

@@ -86,7 +86,7 @@ def test_a_restarted_server_continues_the_report(fake_sglang: FakeSGLang) -> Non
     assert restored == {
         "restart": 256,
         "restart-longer": 384,
-        "restart-conversation": 384,
+        "restart-turn-3": 384,
         "restart-at-once": 1024,
     }
     assert document["phases"][0]["name"] == "cold"

@@ -256,7 +256,8 @@ class TestStorageThatHangs:
         self, attach: Attach, tmp_path: Path
     ) -> None:
         pools = host_pools(MhaModel())
-        backend = attach(pools, extra_config={"storage_backends": str(tmp_path), "load_timeout_s": 0.3})
+        # Long enough for the pages that do not hang, on a busy machine too.
+        backend = attach(pools, extra_config={"storage_backends": str(tmp_path), "load_timeout_s": 3})
         before = fill_random(pools.anchor)
         backend.batch_set_v1(KEYS, page_indices(pools.anchor, [0, 1, 2]))
         stuck = StoredBlocks(tmp_path, "test-model").primary(KEYS[1]).name
@@ -264,7 +265,7 @@ class TestStorageThatHangs:
         with hanging_call("preadv", stuck) as hanging:
             start = time.monotonic()
             verdicts = backend.batch_get_v1(KEYS, page_indices(pools.anchor, [4, 5, 6]))
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 30
             assert hanging.is_set()
             after = read_pages(pools.anchor)
         backend.close()  # Returns once the stuck read has ended.
@@ -283,7 +284,7 @@ class TestStorageThatHangs:
             backend.batch_get_v1(KEYS, page_indices(pools.anchor, [4, 5, 6]))
             start = time.monotonic()
             backend.close()
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 30
 
     def test_a_staged_page_that_hangs_is_not_scattered(self, attach: Attach, tmp_path: Path) -> None:
         pools = host_pools(MambaModel())

@@ -73,6 +73,23 @@ def test_a_state_of_another_rank_is_no_hit(attach: Attach) -> None:
     assert second.batch_exists_v2(["key"], [state]).kv_hit_pages == 0
 
 
+def test_states_beside_a_logical_anchor_belong_to_their_rank(attach: Attach) -> None:
+    pools = host_pools(DeepSeekV4Model(), page_tokens=256, pages=2)
+    states = host_pools(MambaModel())["mamba"]
+    before = fill_random(states)
+    ranks = [attach(pools, is_mla_model=True, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+
+    for rank, backend in enumerate(ranks):
+        backend.register_mem_host_pool_v2(states, PoolName.MAMBA)
+        own = PoolTransfer(name=PoolName.MAMBA, keys=["key"], host_indices=torch.tensor([rank]))
+        assert backend.batch_set_v2([own]) == {"mamba": [True]}
+    for rank, backend in enumerate(ranks):
+        own = PoolTransfer(name=PoolName.MAMBA, keys=["key"], host_indices=torch.tensor([4 + rank]))
+        assert backend.batch_get_v2([own]) == {"mamba": [True]}
+
+    assert read_pages(states, [4, 5]) == before[:2]
+
+
 # sglang #38778
 def test_eight_ranks_that_write_a_replicated_page_make_one_block(attach: Attach, tmp_path: Path) -> None:
     pools = host_pools(DeepSeekV4Model(), page_tokens=256, pages=2)

@@ -5,7 +5,8 @@ A program of its own, because the platform replaces functions of torch and SGLan
 
 Usage: `run_model.py <checkpoint> <jobs.pt> <results.pt> <dtype>`. A job is a pair: the prompts, and steps. A
 step says up to which position each prompt is computed next, all prompts in one batch; `DECODE` stands for one
-token more by the decode path. The result of a job is each prompt's final hidden states.
+token more by the decode path, and the name of a pool for losing its contents. The result of a job is each
+prompt's final hidden states.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from sglang.srt.mem_cache.deepseek_v4_compress_state import CompressStatePool
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
 DECODE = "decode"
 
@@ -73,7 +77,12 @@ def run(runner: ModelRunner, prompts: list[list[int]], steps: list[object]) -> l
     states: list[list[torch.Tensor]] = [[] for _ in prompts]
     requests = [_request(number, prompt) for number, prompt in enumerate(prompts)]
     batch, done = None, [0] * len(prompts)
+    pools = _pools(runner.token_to_kv_pool)
     for step in steps:
+        if isinstance(step, str) and step != DECODE:
+            for buffer in pools[step]:
+                buffer.zero_()
+            continue
         ends = [end + 1 for end in done] if step == DECODE else list(step)
         with torch.no_grad(), _captured(runner) as captured:
             if step == DECODE:
@@ -89,6 +98,22 @@ def run(runner: ModelRunner, prompts: list[list[int]], steps: list[object]) -> l
             kept.append(part)
         done = ends
     return [torch.cat(kept) for kept in states]
+
+
+def _pools(pool: DeepSeekV4TokenToKVPool) -> dict[str, list[torch.Tensor]]:
+    """Return the device side of the pools that SGLang stores, by their names there."""
+
+    def rows(states: list[CompressStatePool | None]) -> list[torch.Tensor]:
+        return [state.kv_score_buffer.kv_score for state in states if state is not None and state.ratio == 4]
+
+    return {
+        "swa": pool.swa_kv_pool.kv_buffer,
+        "deepseek_v4_c4": pool.kv_pools[4].kv_buffer,
+        "deepseek_v4_c128": pool.kv_pools[128].kv_buffer,
+        "deepseek_v4_c4_indexer": pool.index_pools[4].index_k_with_scale_buffer,
+        "deepseek_v4_c4_state": rows(pool.compress_state_pools),
+        "deepseek_v4_c4_indexer_state": rows(pool.indexer_compress_state_pools),
+    }
 
 
 def _request(number: int, prompt: list[int]) -> Req:

@@ -32,12 +32,25 @@ def prompt(seed: int, tokens: int) -> list[int]:
 FIRST, SECOND = prompt(1, TOKENS), prompt(2, TOKENS)
 DECODES = ["decode"] * 9
 
+# At a border of pages, as after a restore; long enough for the indexer to have a choice.
+LONG, RESTORED = prompt(3, 640), 512
+POOLS = [
+    "swa",
+    "deepseek_v4_c4",
+    "deepseek_v4_c4_indexer",
+    "deepseek_v4_c4_state",
+    "deepseek_v4_c4_indexer_state",
+    "deepseek_v4_c128",
+]
+
 JOBS: dict[str, tuple[list[list[int]], list[object]]] = {
     "whole": ([FIRST], [[TOKENS]]),
     "second alone": ([SECOND], [[TOKENS]]),
     "chunked": ([FIRST], [[1], [5], [130], [131], [257], [TOKENS]]),
     "decoded": ([FIRST], [[TOKENS - 9], *DECODES]),
     "together": ([SECOND, FIRST], [[129, 254], [TOKENS - 9] * 2, *DECODES]),
+    "long": ([LONG], [[RESTORED], [len(LONG)]]),
+    **{pool: ([LONG], [[RESTORED], pool, [len(LONG)]]) for pool in POOLS},
 }
 
 
@@ -75,6 +88,16 @@ def test_decoding_gives_the_same_bits_as_prefill(states: dict[str, list[torch.Te
 def test_two_prompts_together_give_the_same_bits_as_alone(states: dict[str, list[torch.Tensor]]) -> None:
     assert torch.equal(states["together"][0], states["second alone"][0])
     assert torch.equal(states["together"][1], states["whole"][0])
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_follows_a_restored_prefix_depends_on_every_pool(
+    states: dict[str, list[torch.Tensor]], pool: str
+) -> None:
+    changed = (states[pool][0] - states["long"][0])[RESTORED:].abs()
+    assert changed.max() > 0.5
+    # An entry made of lost states is complete after three more tokens.
+    assert changed[8:].amax(1).gt(0).all()
 
 
 def test_the_model_is_that_of_transformers_with_a_quantised_cache(

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from sglang_cpu import launch
 from sglang_cpu.tiny_models import WRITERS
 
-from ucm.testing.cpu_deployment import CpuDeployment, RestartableServer
+from ucm.testing.cpu_deployment import CpuDeployment
+from ucm.testing.restartable_server import RestartableServer
 from ucm.testing.sglang_selection import Selection, patched_copy
 
 if TYPE_CHECKING:

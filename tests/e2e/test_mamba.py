@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.testing import block_damage
-from ucm.testing.cpu_deployment import CpuDeployment, thread_names
+from ucm.testing.cpu_deployment import CpuDeployment
+from ucm.testing.restartable_server import thread_names
 from ucm.testing.served_model import ServedModel, StoredPrompt, wait_until
 from ucm.testing.sglang_selection import Selection
 from ucm.validation.results import Answer, CachedTokens, Continuation, Report

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucm.testing.cpu_deployment import CpuDeployment, RestartableServer
+from ucm.testing.restartable_server import RestartableServer
 from ucm.validation.backups import BackupMonitor
 from ucm.validation.client import Reply, SGLangClient
 from ucm.validation.prompts import PromptSource
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from ucm.testing.deployment import Deployment
     from ucm.validation.results import Answer
 
 OUTPUT_TOKENS = 8
@@ -48,7 +49,7 @@ class ServedModel:
         seed: Of the prompts.
     """
 
-    def __init__(self, deployment: CpuDeployment, directory: Path, *, seed: int) -> None:
+    def __init__(self, deployment: Deployment, directory: Path, *, seed: int) -> None:
         self.deployment = deployment
         self.server = RestartableServer(deployment, directory)
         self.client = SGLangClient(self.server.url)

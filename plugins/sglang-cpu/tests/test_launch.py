@@ -86,6 +86,7 @@ def test_a_model_with_a_tokenizer_is_served_with_it(model_path: Path) -> None:
 def test_the_environment_keeps_what_it_does_not_set() -> None:
     assert environment({"HOME": "/root", "SGLANG_USE_CPU_ENGINE": "1"}) == {
         "HOME": "/root",
+        "OMP_NUM_THREADS": "1",
         "SGLANG_PLATFORM": "cpu_reference",
         "SGLANG_USE_CPU_ENGINE": "0",
         "CUDA_VISIBLE_DEVICES": "",

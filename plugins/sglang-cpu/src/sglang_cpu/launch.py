@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang_cpu import PLATFORM_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _POLL_S = 0.25
 _REPORT_EVERY_S = 5.0
@@ -123,6 +123,8 @@ def command(model_path: Path | str, port: int, *extra_args: str) -> list[str]:
 def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of a server on this platform: `base` with the switches that select it."""
     return {
+        # Threads that wait for each other make the small operations of a tiny model many times slower.
+        "OMP_NUM_THREADS": "1",
         **base,
         "SGLANG_PLATFORM": PLATFORM_NAME,
         # SGLang's own CPU engine needs a build of its kernels that no registry has.
@@ -158,10 +160,30 @@ def running_server(
         ServerFailedError: It died or did not answer in time.
     """
     port = free_port() if port is None else port
+    with running_command(
+        command(model_path, port, *extra_args),
+        log=log,
+        port=port,
+        env=environment() if env is None else env,
+        deadline_s=deadline_s,
+    ) as server:
+        yield server
+
+
+@contextmanager
+def running_command(
+    command_line: Sequence[str],
+    *,
+    log: Path,
+    port: int,
+    env: Mapping[str, str],
+    deadline_s: float = 300.0,
+) -> Iterator[Server]:
+    """Run a server of any platform like `running_server`, by its whole command line and environment."""
     with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603 - the command is built above.
-            command(model_path, port, *extra_args),
-            env=dict(environment() if env is None else env),
+        process = subprocess.Popen(  # noqa: S603 - the command is the caller's.
+            list(command_line),
+            env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

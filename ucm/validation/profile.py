@@ -18,6 +18,8 @@ PREFETCH_THRESHOLD_TOKENS = 256
 # Random prompts use no token above this, because special tokens sit at the end of large vocabularies.
 MAX_TOKEN_ID = 10_000
 TRAILING_STATE_MODELS = ("deepseek_v4",)
+# `SpeculativeAlgorithm.is_eagle()`; SGLang calls the draft layers of a model (NEXTN, MTP) EAGLE.
+PAIR_KEYED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class ServerProfile:
         step_tokens: Reusable prefixes end at multiples of this.
         ends_where_stored: Some pool keeps state only at the end of what was inserted, so that an earlier
             multiple of `step_tokens` cannot be resumed from.
+        key_tokens: How many tokens the key of one position spans: EAGLE drafts from pairs, and caches by them.
         chunk_tokens: Longer prompts are computed, and inserted, in chunks of this size; 0: never.
         device_tokens: Capacity of L1.
         backend: `--hicache-storage-backend`.
@@ -41,6 +44,7 @@ class ServerProfile:
     page_tokens: int
     step_tokens: int
     ends_where_stored: bool
+    key_tokens: int
     chunk_tokens: int
     device_tokens: int
     max_prompt_tokens: int
@@ -78,6 +82,7 @@ class ServerProfile:
             page_tokens=page_tokens,
             step_tokens=max(page_tokens, STATE_CHUNK_TOKENS) if recurrent else page_tokens,
             ends_where_stored=recurrent or model.get("model_type") in TRAILING_STATE_MODELS,
+            key_tokens=2 if server.get("speculative_algorithm") in PAIR_KEYED_ALGORITHMS else 1,
             chunk_tokens=max(chunk, 0) if isinstance(chunk, int) else 0,
             device_tokens=_integer(server, "max_total_num_tokens"),
             max_prompt_tokens=_integer(server, "max_req_input_len"),
@@ -90,18 +95,19 @@ class ServerProfile:
 
     def stored_tokens(self, prompt_tokens: int) -> int:
         """Return the end of the longest reusable prefix that a prompt of this length leaves behind."""
-        return prompt_tokens // self.step_tokens * self.step_tokens
+        keyed_tokens = max(prompt_tokens - self.key_tokens + 1, 0)
+        return keyed_tokens // self.step_tokens * self.step_tokens
 
     def restorable_tokens(self, shared_tokens: int, prompt_tokens: int) -> int:
         """Return how much of a prompt is reused if its first `shared_tokens` were an earlier prompt.
 
         SGLang computes at least one token of every prompt, so a prompt is never reused to its end.
         """
-        end, limit = self.stored_tokens(shared_tokens), prompt_tokens - 1
+        end, limit = self.stored_tokens(shared_tokens), prompt_tokens - self.key_tokens
         if end <= limit:
             return end
         if not self.ends_where_stored:
-            return self.stored_tokens(limit)
+            return self.stored_tokens(prompt_tokens - 1)
         if not self.chunk_tokens or self.chunk_tokens % self.step_tokens:
             return 0
         return limit // self.chunk_tokens * self.chunk_tokens

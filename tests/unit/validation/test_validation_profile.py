@@ -44,6 +44,18 @@ def test_a_recurrent_model_resumes_only_where_a_prompt_ended(shared: int, prompt
     assert profile(uses_mamba_radix_cache=True).restorable_tokens(shared, prompt) == expected
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"), [(256, 192), (257, 192), (258, 256), (300, 256), (1, 0), (0, 0)]
+)
+def test_eagle_keys_pairs_of_tokens_so_that_prompts_are_one_key_shorter(length: int, expected: int) -> None:
+    assert profile(speculative_algorithm="EAGLE").restorable_tokens(length, length) == expected
+
+
+def test_a_longer_prompt_finds_only_the_pairs_of_the_stored_one() -> None:
+    drafting = profile(speculative_algorithm="EAGLE")
+    assert [drafting.restorable_tokens(shared, 900) for shared in (256, 257)] == [192, 256]
+
+
 def test_a_recurrent_model_resumes_at_ends_of_prefill_chunks_too() -> None:
     chunked = profile(uses_mamba_radix_cache=True, chunked_prefill_size=128)
     assert chunked.restorable_tokens(384, 384) == 256

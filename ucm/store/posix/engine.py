@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
 # So much data is worth one more thread from the start, as far as there are cores.
-_BYTES_PER_THREAD = 1024 * 1024
+_BYTES_PER_THREAD = 4 * 1024 * 1024
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
@@ -65,7 +65,7 @@ class _Batch(Generic[T]):
         self._unfinished = count
         self._error: Exception | None = None
         self._lock = threading.Lock()
-        self._is_over = False
+        self.is_over = False  # The caller need not wait any longer.
         self._over = threading.Lock()
         self._over.acquire()
 
@@ -143,8 +143,8 @@ class _Batch(Generic[T]):
                 self._send_home()
 
     def _send_home(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if not self.is_over:
+            self.is_over = True
             self._over.release()
 
 
@@ -208,6 +208,8 @@ class IoEngine:
                 if threads > 1:
                     self._submit(batch, threads - 1)
                 batch.attempt(attempt, deadline)
+            if batch.is_over:
+                return batch.results()
             if not batch.drained:
                 self._submit(batch, threads)
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):

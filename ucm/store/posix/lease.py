@@ -27,7 +27,7 @@ class HostLease:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
+        self._left: threading.Condition | None = None  # Made when somebody has to wait.
         self._inside = 0
         self.revoked = False
 
@@ -42,7 +42,7 @@ class HostLease:
     ) -> None:
         with self._lock:
             self._inside -= 1
-            if self.revoked and not self._inside:
+            if self._left is not None and not self._inside:
                 self._left.notify_all()
 
     def check(self) -> None:
@@ -54,4 +54,6 @@ class HostLease:
         """Let nobody in any more, and wait until the last one inside has left."""
         with self._lock:
             self.revoked = True
-            self._left.wait_for(lambda: not self._inside)
+            if self._inside:
+                self._left = threading.Condition(self._lock)
+                self._left.wait_for(lambda: not self._inside)

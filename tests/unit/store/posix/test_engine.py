@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,47 @@ def run(engine: IoEngine, work: object, count: int, timeout_s: float = LONG_S) -
 
 def test_results_come_in_order_and_once_each(engine: IoEngine) -> None:
     assert run(engine, square, 1000) == [n * n for n in range(1000)]
+
+
+def test_what_the_caller_can_do_itself_starts_no_thread(engine: IoEngine) -> None:
+    results = engine.run(not_to_be_called, 100, urgency=Urgency.READ, timeout_s=LONG_S, attempt=square)
+    assert results == [n * n for n in range(100)]
+    assert engine._threads == []
+
+
+def test_what_the_caller_cannot_do_itself_is_done_by_workers(engine: IoEngine) -> None:
+    callers = set()
+
+    def attempt(index: int, _scratch: Scratch, _lease: HostLease) -> int | None:
+        callers.add(threading.current_thread())
+        return None if index % 3 else -index
+
+    for moved_bytes in (0, LARGE):
+        results = engine.run(
+            square, 100, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=moved_bytes, attempt=attempt
+        )
+        assert [result for n, result in enumerate(results) if n % 3] == [n * n for n in range(100) if n % 3]
+        assert {result for n, result in enumerate(results) if not n % 3} <= {
+            value for n in range(100) for value in (n * n, -n)
+        }
+    assert callers == {threading.current_thread()}
+
+
+def test_a_caller_helps_only_until_the_deadline(engine: IoEngine) -> None:
+    def slow(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            pass
+        return index
+
+    results = engine.run(not_to_be_called, 1000, urgency=Urgency.READ, timeout_s=0.1, attempt=slow)
+    assert results[0] == 0
+    assert results[-1] is None
+
+
+def not_to_be_called(_index: int, _scratch: Scratch, lease: HostLease) -> int:
+    lease.check()
+    raise AssertionError("called")
 
 
 def test_an_empty_batch_starts_no_thread(engine: IoEngine) -> None:

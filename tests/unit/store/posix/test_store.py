@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""PosixStore keeps the contract."""
+"""PosixStore keeps the contract, on the file system of the tests and on one in memory."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pytest
 
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.store import PosixStore
@@ -12,8 +16,8 @@ from ucm.testing.store_conformance import DurableStoreConformance
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from ucm.store import BlockKey, KVStore, StoreSpec
 
@@ -42,3 +46,10 @@ class TestPosixStore(DurableStoreConformance):
 
     def unfinished_files(self, storage: Path) -> list[str]:
         return [path.name for path in storage.glob("**/.tmp/*")]
+
+
+class TestPosixStoreInMemory(TestPosixStore):
+    @pytest.fixture
+    def storage(self, memory: Path) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir=memory) as directory:
+            yield Path(directory)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
 import queue
 import threading
 import time
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
-# So much data is worth one more thread from the start, as far as there are cores.
+# So much data is worth one more thread from the start.
 _BYTES_PER_THREAD = 4 * 1024 * 1024
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
@@ -93,18 +92,17 @@ class _Batch(Generic[T]):
         self._settle(finished, error)
 
     def attempt(self, work: Work[T | None], deadline: float) -> None:
-        """Try items in the caller's thread; those that `work` answers with None are for the workers."""
+        """Handle items in the caller's thread until `work` answers None; then the rest is for the workers."""
         scratch = Scratch()
-        left = []
         finished = 0
         while time.monotonic() < deadline and (index := self._take()) is not None:
-            self._results[index] = work(index, scratch, self._lease)
-            if self._results[index] is None:
-                left.append(index)
-            else:
-                finished += 1
+            result = work(index, scratch, self._lease)
+            if result is None:
+                self._todo.appendleft(index)
+                break
+            self._results[index] = result
+            finished += 1
         self._settle(finished)
-        self._todo.extend(left)
 
     def cancel(self) -> None:
         """Send the caller home with what there is."""
@@ -158,7 +156,6 @@ class IoEngine:
 
     def __init__(self, threads: int) -> None:
         self._limit = threads
-        self._cores = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
         self._queues: tuple[deque[_Batch[Any]], ...] = tuple(deque() for _ in Urgency)
         # One entry wakes one worker. Cheaper than a condition, and a batch may be gone when the worker looks.
@@ -188,7 +185,8 @@ class IoEngine:
             moved_bytes: How much the batch moves: decides how many threads begin. More
                 workers join a batch that takes long.
             attempt: Called in this thread first, where given. Never waits for storage;
-                None leaves an item to the workers.
+                None leaves this item and those after it to the workers: they hardly
+                are any better, and should not be kept waiting.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -202,7 +200,7 @@ class IoEngine:
             return []
         deadline = time.monotonic() + timeout_s
         batch = _Batch(count, work, urgency)
-        threads = min(count, self._cores, 1 + moved_bytes // _BYTES_PER_THREAD)
+        threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
         try:
             if attempt is not None:
                 if threads > 1:

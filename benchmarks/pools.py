@@ -26,6 +26,7 @@ from benchmarks.results import (
     comparison_details,
     comparison_table,
     format_bytes,
+    glance_table,
     progress,
     summarize,
 )
@@ -142,7 +143,12 @@ def measure(
         title="Set, get and exists on the real host pools, against SGLang's file backend",
         method=METHOD,
         verdicts=[summarize(comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
+        tables=[
+            glance_table(
+                "Speed-ups at a glance", comparisons, rows=("storage", "pool"), columns=("call", "pages")
+            ),
+            comparison_table("Comparisons", comparisons),
+        ],
         details={"comparisons": comparison_details(comparisons)},
         draw=partial(
             draw_speedups,

@@ -79,6 +79,21 @@ def comparison_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     return Table(title, columns, [_comparison_row(comparison) for comparison in comparisons])
 
 
+def glance_table(
+    title: str, comparisons: Sequence[Comparison], *, rows: Sequence[str], columns: Sequence[str]
+) -> Table:
+    """Lay out the speed-ups alone, by two groups of labels; what misses its requirement is in bold."""
+    cells: dict[str, dict[str, str]] = {}
+    for comparison in comparisons:
+        row = " / ".join(comparison.labels[name] for name in rows)
+        column = " / ".join(comparison.labels[name] for name in columns)
+        text = f"{comparison.times.speedup:.2f}"
+        cells.setdefault(row, {})[column] = text if comparison.is_met else f"**{text}**"
+    names = sorted({column for row in cells.values() for column in row}, key=_natural)
+    body = [[row, *(found.get(name, "") for name in names)] for row, found in cells.items()]
+    return Table(title, [" / ".join(rows), *names], body)
+
+
 def comparison_details(comparisons: Sequence[Comparison]) -> list[dict[str, object]]:
     """Return everything measured, for the JSON file."""
     return [
@@ -146,6 +161,11 @@ def format_seconds(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def _natural(text: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key that puts `get / 8` before `get / 32`."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in text.split(" / ")]
 
 
 def _comparison_row(comparison: Comparison) -> list[str]:

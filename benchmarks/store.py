@@ -23,6 +23,7 @@ from benchmarks.results import (
     comparison_details,
     comparison_table,
     format_bytes,
+    glance_table,
     progress,
     summarize,
 )
@@ -74,7 +75,10 @@ def measure(
         title="The embedded store against the native UCM store",
         method=METHOD,
         verdicts=[summarize(comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
+        tables=[
+            glance_table("Speed-ups at a glance", comparisons, rows=("storage", "page"), columns=("call",)),
+            comparison_table("Comparisons", comparisons),
+        ],
         details={"comparisons": comparison_details(comparisons)},
         draw=partial(
             draw_speedups,

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    cpu_only = pytest.mark.skip(reason="serves a tiny model on the CPU platform; left out with --device cuda")
+    for item in items:
+        if item.get_closest_marker("any_device") is None:
+            item.add_marker(cpu_only)
+
+
 @pytest.fixture(scope="session")
 def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3.5: full attention and recurrent layers."""

@@ -40,6 +40,10 @@ _DEADLINE_S = 60.0
 _POLL_S = 0.001
 
 
+PATIENT: dict[str, Any] = {"lookup_timeout_s": 60, "load_timeout_s": 60, "dump_timeout_s": 60}
+"""Store options with deadlines that a busy machine meets, too."""
+
+
 def dynamic_storage(
     storage_backends: str | Path,
     *,

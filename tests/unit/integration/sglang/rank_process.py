@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ucm.testing.hicache_stack import HicacheStack, dynamic_storage, hicache_stack
+from ucm.testing.hicache_stack import PATIENT, HicacheStack, dynamic_storage, hicache_stack
 from ucm.testing.host_pools import DeepSeekV4Model, DsaModel, MambaModel, MlaModel, Model
 from ucm.testing.pool_memory import fill_device_random
 from ucm.testing.sglang_runtime import HicacheSettings
@@ -61,7 +61,7 @@ def serve(scenario: Scenario, rank: int, root: Path) -> dict[str, object]:
         page_tokens=page_tokens,
         ranks={"tp_rank": rank},
         server_args={"tp_size": 2},
-        **dynamic_storage(root),
+        **dynamic_storage(root, **PATIENT),
     )
     prompt = list(range(4 * page_tokens))
     with hicache_stack(model, settings, pages=8, seed=1, tp_group=group) as stack:

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from ucm.store import StoreUnavailableError
 from ucm.testing.block_damage import flip_payload
 from ucm.testing.fault_injecting_store import FaultInjectingStore
-from ucm.testing.hicache_stack import HicacheStack, dynamic_storage, hicache_stack
+from ucm.testing.hicache_stack import PATIENT, HicacheStack, dynamic_storage, hicache_stack
 from ucm.testing.host_pools import DsaModel, MambaModel, MhaModel, MlaModel, Model, SwaModel
 from ucm.testing.pool_memory import fill_random, page_count, page_indices, read_pages
 from ucm.testing.sglang_runtime import HicacheSettings, HostMemoryGuards, cpu_runtime
@@ -59,7 +59,9 @@ def serve(
     root: Path, model: Model, *, layout: str = "page_first", seed: int = 0, pages: int = 16
 ) -> AbstractContextManager[HicacheStack]:
     """Run one process's tiers on `root`; a second one with another seed is a restart."""
-    storage = dynamic_storage(root, module_path="ucm.testing.recording_store", class_name="RecordingStore")
+    storage = dynamic_storage(
+        root, module_path="ucm.testing.recording_store", class_name="RecordingStore", **PATIENT
+    )
     settings = HicacheSettings(layout=layout, page_tokens=PAGE_TOKENS, model_name=MODEL_NAME, **storage)
     return hicache_stack(model, settings, pages=pages, seed=seed)
 
@@ -69,6 +71,7 @@ def assert_holds(restored: Contents, inserted: Contents, pages: int) -> None:
     assert len(restored["kv"]) == pages
     for pool, found in restored.items():
         expected = inserted[pool][:pages]
+        assert bool(found) == bool(expected), pool
         assert found == expected[len(expected) - len(found) :], pool
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ucm.testing.block_damage import flip_payload
 from ucm.testing.fault_injecting_store import FaultInjectingStore
-from ucm.testing.hicache_stack import HicacheStack, dynamic_storage, hicache_stack
+from ucm.testing.hicache_stack import PATIENT, HicacheStack, dynamic_storage, hicache_stack
 from ucm.testing.host_pools import FLASH_COMPRESS_RATIOS, DeepSeekV4Model, MhaModel, Model
 from ucm.testing.sglang_runtime import HicacheSettings
 from ucm.testing.stored_blocks import StoredBlocks
@@ -59,7 +59,11 @@ def serve(
         model_name=MODEL_NAME,
         draft_tokens=draft_tokens,
         **dynamic_storage(
-            root, module_path="ucm.testing.recording_store", class_name="RecordingStore", **options
+            root,
+            module_path="ucm.testing.recording_store",
+            class_name="RecordingStore",
+            **PATIENT,
+            **options,
         ),
     )
     return hicache_stack(model or DeepSeekV4Model(), settings, pages=pages, seed=seed)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 
-from ucm.testing.hicache_stack import HicacheStack, dynamic_storage, hicache_stack
+from ucm.testing.hicache_stack import PATIENT, HicacheStack, dynamic_storage, hicache_stack
 from ucm.testing.host_pools import FLASH_COMPRESS_RATIOS, DeepSeekV4Model
 from ucm.testing.pool_memory import read_pages
 from ucm.testing.sglang_runtime import HicacheSettings
@@ -45,7 +45,9 @@ def serve_flash(root: Path, *, mtp: bool, layout: str) -> AbstractContextManager
         page_tokens=PAGE_TOKENS,
         model_name=MODEL_NAME,
         draft_tokens=DRAFT_TOKENS if mtp else 0,
-        **dynamic_storage(root, module_path="ucm.testing.recording_store", class_name="RecordingStore"),
+        **dynamic_storage(
+            root, module_path="ucm.testing.recording_store", class_name="RecordingStore", **PATIENT
+        ),
     )
     model = DeepSeekV4Model(compress_ratios=FLASH_COMPRESS_RATIOS, mtp_layers=int(mtp))
     return hicache_stack(model, settings, pages=2)

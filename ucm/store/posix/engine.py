@@ -184,9 +184,9 @@ class IoEngine:
             timeout_s: From now until this call returns, finished or not.
             moved_bytes: How much the batch moves: decides how many threads begin. More
                 workers join a batch that takes long.
-            attempt: Called in this thread first, where given. Never waits for storage;
-                None leaves this item and those after it to the workers: they hardly
-                are any better, and should not be kept waiting.
+            attempt: Called in this thread first, unless there is so much to do that
+                several workers are faster. Never waits for storage; None leaves this
+                item and those after it to the workers: they hardly are any better.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -202,14 +202,11 @@ class IoEngine:
         batch = _Batch(count, work, urgency)
         threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
         try:
-            if attempt is not None:
-                if threads > 1:
-                    self._submit(batch, threads - 1)
+            if attempt is not None and threads == 1:
                 batch.attempt(attempt, deadline)
-            if batch.is_over:
-                return batch.results()
-            if not batch.drained:
-                self._submit(batch, threads)
+                if batch.is_over:
+                    return batch.results()
+            self._submit(batch, threads)
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())

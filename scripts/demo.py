@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Watch a real SGLang server restore a hybrid model's prefix from disk after a restart; no GPU needed.
+"""Watch a real SGLang server restore hybrid models' prefixes from disk after a restart; no GPU needed.
 
-Writes a tiny model, patches a copy of the installed SGLang, serves the model with our backend, validates the
-hit rates of every tier, restarts the server, and validates that the restarted one restores all from disk.
-Everything goes below `reports/demo`: the report, the servers' logs, and what was stored.
+Patches a copy of the installed SGLang; then, for each of two tiny models, serves it with our backend,
+validates the hit rates of every tier, restarts the server, and validates that the restarted one restores all
+from disk. Everything goes below `reports/demo`: a report for each model, a summary, the servers' logs, and
+what was stored.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 from sglang_cpu import launch
 from sglang_cpu.tiny_models import WRITERS
 
@@ -59,7 +63,49 @@ MODELS = (
         about="recurrent (MAMBA) state in three layers, KV in one: a prefix needs both",
         report="report.json",
     ),
+    DemoModel(
+        family="deepseek_v4",
+        served_name="deepseek-v4-tiny",
+        about="an index without bytes, and six pools: a prefix needs all of them",
+        report="deepseek_v4.json",
+        flags=("--max-total-tokens", "4096"),
+    ),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the restarted server restored of a model, and what lies on disk.
+
+    Args:
+        model: Its served name.
+        met: Whether every expectation was met, before the restart too.
+        restored_tokens: Tokens that came from disk.
+        restorable_tokens: Tokens that should have.
+        max_abs_logprob_delta: Largest difference to the uncached answers.
+        pools: As in the report.
+    """
+
+    model: str
+    met: bool
+    restored_tokens: int = 0
+    restorable_tokens: int = 0
+    max_abs_logprob_delta: float = 0.0
+    pools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the restorable tokens that came from disk."""
+        return self.restored_tokens / self.restorable_tokens if self.restorable_tokens else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one line."""
+        return (
+            f"{'PASSED' if self.met else 'FAILED'}: after its restart the server took {self.restored_tokens} "
+            f"of {self.restorable_tokens} restorable tokens of {self.model} from disk; largest logprob "
+            f"difference to the uncached answers: {self.max_abs_logprob_delta:g}"
+        )
 
 
 def main() -> int:
@@ -80,18 +126,20 @@ def main() -> int:
     try:
         _step("Patch a copy of the installed SGLang, so that it knows the backend `unifiedcache`")
         patched = patched_copy(REPORTS / "site-packages")
-        met = [_show(model, patched) for model in MODELS if model.family in wanted]
+        outcomes = [_show(model, patched) for model in MODELS if model.family in wanted]
     except launch.ServerFailedError as error:
         print(f"\nThe server did not start: {error}", file=sys.stderr)
         return 1
     finally:
         shutil.rmtree(REPORTS / "site-packages", ignore_errors=True)
-    print(f"\n{time.monotonic() - started:.0f} s; reports and logs are in {REPORTS}")
-    return 0 if all(met) else 1
+    _step("What was stored, and what the restarted servers took back")
+    _summarise(outcomes)
+    print(f"{time.monotonic() - started:.0f} s; reports and logs are in {REPORTS}")
+    return 0 if all(outcome.met for outcome in outcomes) else 1
 
 
-def _show(model: DemoModel, patched: Path) -> bool:
-    """Serve, validate, restart and validate again; tell whether all expectations were met."""
+def _show(model: DemoModel, patched: Path) -> Outcome:
+    """Serve, validate, restart and validate again."""
     _step(f"Write {model.served_name}: {model.about}")
     directory = REPORTS / model.family
     checkpoint = directory / "model"
@@ -118,7 +166,7 @@ def _show(model: DemoModel, patched: Path) -> bool:
         if first or second:
             print(f"\nThe end of {server.logs[-1]}:", file=sys.stderr)
             print("\n".join(server.logs[-1].read_text().splitlines()[-TAIL_LINES:]), file=sys.stderr)
-    return _verdict(model, report)
+    return _outcome(model, report)
 
 
 def _validate(server: RestartableServer, *arguments: str) -> int:
@@ -128,23 +176,39 @@ def _validate(server: RestartableServer, *arguments: str) -> int:
     return subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode
 
 
-def _verdict(model: DemoModel, report: Path) -> bool:
-    """Print what the restart restored, from the report."""
+def _outcome(model: DemoModel, report: Path) -> Outcome:
+    """Read what the restart restored from the report."""
     if not report.exists():
-        print(f"\nFAILED: {model.served_name} could not be validated")
-        return False
+        return Outcome(model=model.served_name, met=False)
     document = json.loads(report.read_text())
     restarted = [phase for phase in document["phases"] if phase["name"].startswith("restart")]
-    restored = sum(phase["cached"]["storage"] for phase in restarted)
-    expected = sum(phase["expected_storage"] for phase in restarted)
-    delta = max((phase["max_abs_logprob_delta"] for phase in restarted), default=0.0)
-    met = bool(document["ok"] and restarted)
-    print(
-        f"\n{'PASSED' if met else 'FAILED'}: after its restart the server took {restored} of {expected} "
-        f"restorable tokens of {model.served_name} from disk; largest logprob difference to the uncached "
-        f"answers: {delta:g}"
+    return Outcome(
+        model=model.served_name,
+        met=bool(document["ok"] and restarted),
+        restored_tokens=sum(phase["cached"]["storage"] for phase in restarted),
+        restorable_tokens=sum(phase["expected_storage"] for phase in restarted),
+        max_abs_logprob_delta=max((phase["max_abs_logprob_delta"] for phase in restarted), default=0.0),
+        pools=tuple(document["pools"]),
     )
-    return met
+
+
+def _summarise(outcomes: list[Outcome]) -> None:
+    """Print every pool, and a verdict on each model; write the same as `summary.json`."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("model", "pool"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("page bytes", "pages", "bytes", "hit rate"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        for pool in outcome.pools:
+            sizes = (str(pool[field]) for field in ("page_bytes", "pages", "bytes"))
+            table.add_row(outcome.model, pool["name"], *sizes, f"{outcome.hit_rate:.0%}")
+    # A prefix comes back only if every pool of its model gives its part, so they share one hit rate.
+    Console().print(table)
+    for outcome in outcomes:
+        print(outcome.verdict)
+    document = [asdict(outcome) | {"hit_rate": outcome.hit_rate} for outcome in outcomes]
+    (REPORTS / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _step(text: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Plain `dynamic` loading, without `"interface_v1": 1`: SGLang copies the anchor through the generic calls."""
+"""Plain `dynamic` loading without `"interface_v1": 1`: SGLang copies the anchor through its generic calls."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +37,10 @@ LARGE_PAGE_BYTES = 500_000
 MOST_SHARE = 0.1
 METHOD = f"""\
 `ours` loads {PAGES} blocks from the embedded store, `other` loads the same blocks with the payload
-checksum left out (everything else stays, the footer's fields are compared). 1 minus the speed-up is the
-share of a load that verification takes. Required: below {MOST_SHARE:.0%} on pages of 0.5 MB and more."""
+checksum left out (everything else stays, the footer's fields are compared). Times are processor time of
+the whole process: the data is in the page cache, so that a load is nothing but copying, and other
+programs do not count. 1 minus the speed-up is the share of a load that verification takes. Required:
+below {MOST_SHARE:.0%} on pages of 0.5 MB and more."""
 
 
 def measure(directories: Sequence[Path], *, page_sizes: Sequence[int], budget_s: float) -> Report:
@@ -87,7 +90,9 @@ def measure(directories: Sequence[Path], *, page_sizes: Sequence[int], budget_s:
 
 
 class Loading(LocalContestant):
-    """Loads the same blocks again and again."""
+    """Loads the same blocks again and again; what counts is the processor time of all threads."""
+
+    clock = staticmethod(time.process_time)
 
     def __init__(self, store: KVStore, pages: PrivatePages, name: str) -> None:
         self.name = name

@@ -52,19 +52,26 @@ class Work(Protocol[T_co]):
 
 
 class _Batch(Generic[T]):
-    """Items handed out to any number of threads, and one caller waiting for all of them."""
+    """Items handed out to any number of workers, and one caller waiting for all of them.
 
-    def __init__(self, count: int, work: Work[T], urgency: Urgency) -> None:
+    Args:
+        items: What the work is called with.
+        work: Handles one item.
+        urgency: The order among batches.
+    """
+
+    def __init__(self, items: range, work: Work[T], urgency: Urgency) -> None:
         self.urgency = urgency
         self._work = work
         self._lease = HostLease()
-        # Shared by all threads: taking the next item is one step.
-        self._todo = deque(range(count))
-        self._results: list[T | None] = [None] * count
-        self._unfinished = count
+        # Shared by the workers: taking the next item is one step.
+        self._todo = deque(items)
+        self._first = items.start
+        self._results: list[T | None] = [None] * len(items)
+        self._unfinished = len(items)
         self._error: Exception | None = None
         self._lock = threading.Lock()
-        self.is_over = False  # The caller need not wait any longer.
+        self._is_over = False
         self._over = threading.Lock()
         self._over.acquire()
 
@@ -79,7 +86,7 @@ class _Batch(Generic[T]):
         error = None
         try:
             while (index := self._take()) is not None:
-                self._results[index] = self._work(index, scratch, self._lease)
+                self._results[index - self._first] = self._work(index, scratch, self._lease)
                 finished += 1
                 if more_urgent:
                     break
@@ -90,19 +97,6 @@ class _Batch(Generic[T]):
             self._todo.clear()
             error = exc
         self._settle(finished, error)
-
-    def attempt(self, work: Work[T | None], deadline: float) -> None:
-        """Handle items in the caller's thread until `work` answers None; then the rest is for the workers."""
-        scratch = Scratch()
-        finished = 0
-        while time.monotonic() < deadline and (index := self._take()) is not None:
-            result = work(index, scratch, self._lease)
-            if result is None:
-                self._todo.appendleft(index)
-                break
-            self._results[index] = result
-            finished += 1
-        self._settle(finished)
 
     def cancel(self) -> None:
         """Send the caller home with what there is."""
@@ -141,9 +135,21 @@ class _Batch(Generic[T]):
                 self._send_home()
 
     def _send_home(self) -> None:
-        if not self.is_over:
-            self.is_over = True
+        if not self._is_over:
+            self._is_over = True
             self._over.release()
+
+
+def _attempt(work: Work[T | None], count: int, deadline: float) -> list[T]:
+    """Return the results of the items before the first one to which `work` answers None."""
+    scratch, lease = Scratch(), HostLease()
+    results: list[T] = []
+    for index in range(count):
+        result = work(index, scratch, lease)
+        if result is None or time.monotonic() > deadline:
+            break
+        results.append(result)
+    return results
 
 
 class IoEngine:
@@ -199,13 +205,14 @@ class IoEngine:
         if not count:
             return []
         deadline = time.monotonic() + timeout_s
-        batch = _Batch(count, work, urgency)
         threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
+        results: list[T | None] = []
+        if attempt is not None and threads == 1:
+            results += _attempt(attempt, count, deadline)
+            if len(results) == count:
+                return results
+        batch = _Batch(range(len(results), count), work, urgency)
         try:
-            if attempt is not None and threads == 1:
-                batch.attempt(attempt, deadline)
-                if batch.is_over:
-                    return batch.results()
             self._submit(batch, threads)
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
@@ -217,7 +224,7 @@ class IoEngine:
             batch.end()
             with self._lock:
                 self._waiting.discard(batch)
-        return batch.results()
+        return results + batch.results()
 
     def grow(self, threads: int) -> None:
         """Allow at least so many threads."""

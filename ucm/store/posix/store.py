@@ -13,7 +13,7 @@ from ucm.store.counters import StoreCounters
 from ucm.store.errors import StoreConfigError, StoreUnavailableError
 from ucm.store.interface import Block, BlockKey, BlockStatus, KVStore, StoreSpec, StoreStats, check_blocks
 from ucm.store.posix.blocks import DONE, BlockFiles, Verdict
-from ucm.store.posix.call import Call, run_calls
+from ucm.store.posix.call import Call
 from ucm.store.posix.engine import SharedEngine, Urgency
 from ucm.store.posix.file_io import is_block_of, prepare_directory
 from ucm.store.posix.layout import TEMP_DIRECTORY, BlockLayout, is_shard_name, key_of
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # The kernel takes 1024 buffers in one call; the footer is one of them.
 _MAX_SEGMENTS = 1000
 _SHARDS_PER_SCAN_BATCH = 64
+_LOSSES = (BlockStatus.CORRUPT, BlockStatus.FAILED)
 
 _T = TypeVar("_T")
 
@@ -68,13 +69,13 @@ class PosixStore(KVStore):
             raise
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return _run(self.lookup_call(keys))
+        return self.lookup_call(keys).run(time.monotonic())
 
     def load(self, blocks: Sequence[Block]) -> list[BlockStatus]:
-        return _run(self.load_call(blocks))
+        return self.load_call(blocks).run(time.monotonic())
 
     def dump(self, blocks: Sequence[Block]) -> list[BlockStatus]:
-        return _run(self.dump_call(blocks))
+        return self.dump_call(blocks).run(time.monotonic())
 
     def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._require_open()
@@ -84,16 +85,15 @@ class PosixStore(KVStore):
             judged = self._judge("delete", keys, verdicts, timeout_s)
             return [verdict.status is BlockStatus.DONE for verdict in judged]
 
-        return _run(
-            Call(
-                engine=self._engine,
-                count=len(keys),
-                work=lambda index, _scratch, _lease: self._files.delete(keys[index]),
-                urgency=Urgency.WRITE,
-                timeout_s=timeout_s,
-                finish=finish,
-            )
+        call = Call(
+            engine=self._engine,
+            count=len(keys),
+            work=lambda index, _scratch, _lease: self._files.delete(keys[index]),
+            urgency=Urgency.WRITE,
+            timeout_s=timeout_s,
+            finish=finish,
         )
+        return call.run(time.monotonic())
 
     def lookup_call(self, keys: Sequence[BlockKey]) -> Call[list[bool]]:
         """Return a lookup to be run together with those of other stores."""
@@ -221,19 +221,20 @@ class PosixStore(KVStore):
         timeout_s: float,
     ) -> list[Verdict]:
         """Replace verdicts that did not come in time, and tell what was lost."""
-        if None in verdicts:
+        judged = [verdict for verdict in verdicts if verdict is not None]
+        if len(judged) < len(verdicts):
             self._counters.missed_deadline()
-        late = Verdict(BlockStatus.FAILED, f"no answer within {timeout_s:g} s")
-        judged = [late if verdict is None else verdict for verdict in verdicts]
-        self._warn_of_losses(operation, judged, keys)
+            late = Verdict(BlockStatus.FAILED, f"no answer within {timeout_s:g} s")
+            judged = [late if verdict is None else verdict for verdict in verdicts]
+        lost = [index for index, verdict in enumerate(judged) if verdict.status in _LOSSES]
+        if lost:
+            self._warn_of_losses(operation, judged, keys, lost[0])
         return judged
 
-    def _warn_of_losses(self, operation: str, verdicts: Sequence[Verdict], keys: Sequence[BlockKey]) -> None:
+    def _warn_of_losses(
+        self, operation: str, verdicts: Sequence[Verdict], keys: Sequence[BlockKey], first: int
+    ) -> None:
         statuses = [verdict.status for verdict in verdicts]
-        corrupt, failed = statuses.count(BlockStatus.CORRUPT), statuses.count(BlockStatus.FAILED)
-        if not corrupt and not failed:
-            return
-        first = next(i for i, s in enumerate(statuses) if s in (BlockStatus.CORRUPT, BlockStatus.FAILED))
         logger.warning(
             "%s %s: %d of %d blocks, %d missing, %d corrupt, %d failed; first %s: %s",
             operation,
@@ -241,8 +242,8 @@ class PosixStore(KVStore):
             statuses.count(BlockStatus.DONE),
             len(statuses),
             statuses.count(BlockStatus.MISSING),
-            corrupt,
-            failed,
+            statuses.count(BlockStatus.CORRUPT),
+            statuses.count(BlockStatus.FAILED),
             self._layout.path(keys[first]),
             verdicts[first].reason,
         )
@@ -275,13 +276,6 @@ class PosixStore(KVStore):
     def _require_open(self) -> None:
         if self._closed:
             raise StoreUnavailableError(f"store {self._label} is closed")
-
-
-def _run(call: Call[_T]) -> _T:
-    [result] = run_calls([call], time.monotonic())
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def _names_in(directory: str) -> list[str]:

@@ -38,6 +38,9 @@ GPU_ONLY = frozenset(
 )
 """Requirements of the SGLang wheel that its CPU run never imports; a half-installed torchcodec even breaks it."""
 
+UNDECLARED = ("dill",)
+"""Imported by SGLang, which relies on `datasets` to bring it."""
+
 LIST_REQUIREMENTS = """
 import importlib.metadata as metadata, json
 from packaging.requirements import Requirement
@@ -93,7 +96,7 @@ def _install_sglang(directory: Path, version: str) -> None:
     listed = subprocess.run([python, "-c", LIST_REQUIREMENTS], check=True, capture_output=True, text=True)
     needed = [text for text in json.loads(listed.stdout) if _name(text) not in GPU_ONLY]
     _step(3, f"PyTorch and {len(needed)} more requirements of SGLang (about 3 GB to fetch)")
-    _install(python, *needed)
+    _install(python, *needed, *UNDECLARED)
 
 
 def _install_repository(python: Path) -> None:

@@ -51,10 +51,22 @@ def forge(block: Path) -> None:
 
     No reader can tell that such a block is wrong, so what it holds must show in the model's output.
     """
-    stored = block.read_bytes()
-    payload, footer = bytearray(stored[:-FOOTER_BYTES]), stored[-FOOTER_BYTES:]
+    payload = bytearray(block.read_bytes()[:-FOOTER_BYTES])
     # The high byte of little-endian bfloat16; for float32, that and a byte of the fraction.
     payload[1::2] = bytes(byte ^ 0x80 for byte in payload[1::2])
+    _replace_payload(block, payload)
+
+
+def transplant(source: Path, block: Path) -> None:
+    """Give `block` the payload of another one of its pool, and make the footer fit.
+
+    Like `forge`, for pools in which the sign of a number is not a bit of its own.
+    """
+    _replace_payload(block, bytearray(source.read_bytes()[:-FOOTER_BYTES]))
+
+
+def _replace_payload(block: Path, payload: bytearray) -> None:
+    footer = block.read_bytes()[-FOOTER_BYTES:]
     spec = StoreSpec(namespace="", segment_bytes=(len(payload),), identity=footer[_IDENTITY])
     key = BlockKey(bytes.fromhex(block.name))
     block.write_bytes(encode_block(spec, key, [memoryview(payload)]))

@@ -153,6 +153,14 @@ def test_the_backend_adds_at_most_16_threads(served: ServedModel, first_run: Val
     assert 1 <= len(ours) <= MAX_IO_THREADS
 
 
+@pytest.mark.parametrize("length", [319, 320, 321, 384, 385])
+def test_validation_expects_what_a_prompt_of_any_length_restores(length: int, served: ServedModel) -> None:
+    stored = served.store(served.prompts.take(length))
+    reply = served.generate(stored.prompt)
+    assert reply.cached == CachedTokens(storage=served.profile.storage_tokens(length, length))
+    assert_same_answer(reply.answer, stored.answer)
+
+
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_block_is_a_miss_and_the_answer_is_right(

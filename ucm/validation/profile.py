@@ -17,7 +17,6 @@ STATE_CHUNK_TOKENS = 64
 PREFETCH_THRESHOLD_TOKENS = 256
 # Random prompts use no token above this, because special tokens sit at the end of large vocabularies.
 MAX_TOKEN_ID = 10_000
-TRAILING_STATE_MODELS = ("deepseek_v4",)
 # `SpeculativeAlgorithm.is_eagle()`; SGLang calls the draft layers of a model (NEXTN, MTP) EAGLE.
 PAIR_KEYED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 
@@ -29,9 +28,9 @@ class ServerProfile:
     Args:
         model: The name it is served under.
         step_tokens: Reusable prefixes end at multiples of this.
-        ends_where_stored: Some pool keeps state only at the end of what was inserted, so that an earlier
-            multiple of `step_tokens` cannot be resumed from.
-        key_tokens: How many tokens the key of one position spans: EAGLE drafts from pairs, and caches by them.
+        ends_where_stored: State exists only at the end of what was inserted, so that a prompt cannot be
+            resumed from one step earlier. Sliding windows, those of DeepSeek V4 too, keep a page more.
+        key_tokens: How many tokens the key of a position spans: EAGLE drafts from pairs, and caches by them.
         chunk_tokens: Longer prompts are computed, and inserted, in chunks of this size; 0: never.
         device_tokens: Capacity of L1.
         backend: `--hicache-storage-backend`.
@@ -81,7 +80,7 @@ class ServerProfile:
             vocabulary=min(_vocabulary(Path(model_path)) or MAX_TOKEN_ID, MAX_TOKEN_ID),
             page_tokens=page_tokens,
             step_tokens=max(page_tokens, STATE_CHUNK_TOKENS) if recurrent else page_tokens,
-            ends_where_stored=recurrent or model.get("model_type") in TRAILING_STATE_MODELS,
+            ends_where_stored=recurrent,
             key_tokens=2 if server.get("speculative_algorithm") in PAIR_KEYED_ALGORITHMS else 1,
             chunk_tokens=max(chunk, 0) if isinstance(chunk, int) else 0,
             device_tokens=_integer(server, "max_total_num_tokens"),

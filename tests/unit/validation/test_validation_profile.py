@@ -68,8 +68,10 @@ def test_recurrent_state_is_kept_at_multiples_of_64_and_of_the_page(
     assert profile(uses_mamba_radix_cache=True, page_size=page_tokens).step_tokens == step_tokens
 
 
-@pytest.mark.parametrize(("length", "expected"), [(511, 256), (512, 0), (513, 512), (768, 0), (1500, 1280)])
-def test_deepseek_v4_resumes_only_where_a_prompt_ended(length: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "expected"), [(511, 256), (512, 256), (513, 512), (768, 512), (1500, 1280)]
+)
+def test_deepseek_v4_resumes_a_page_before_the_end_of_a_prompt_too(length: int, expected: int) -> None:
     assert profile("deepseek_v4", page_size=256).storage_tokens(length, length) == expected
 
 

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 from ucm.integration.sglang.namespace import block_keys
 from ucm.store.errors import StoreUnavailableError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .conftest import Attach
 
 KEYS = ["key-a", "key-b", "key-c"]
+_TIMEOUTS = ("lookup_timeout_s", "load_timeout_s", "dump_timeout_s")
 ERRORS = pytest.mark.parametrize(
     "error",
     [
@@ -84,6 +85,21 @@ class TestAStoreThatRaises:
         assert backend.batch_exists_v2(KEYS, [PoolTransfer(name=PoolName.SWA)]) == PoolTransferResult(
             0, {}, []
         )
+
+    @pytest.mark.parametrize("policy", [PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES])
+    def test_is_no_hit_whatever_the_other_pools_have(
+        self, attach: Attach, faulty_stores: dict[str, FaultInjectingStore], policy: PoolHitPolicy
+    ) -> None:
+        pools = host_pools(SwaModel())
+        backend = attach(pools)
+        backend.batch_set_v1(KEYS, page_indices(pools["kv"], [0, 1, 2]))
+        backend.batch_set_v2([swa(pools, [0, 1, 2])])
+        query = PoolTransfer(name=PoolName.SWA, keys=["_"], hit_policy=policy)
+        assert backend.batch_exists_v2(KEYS, [query]).kv_hit_pages == 3
+
+        faulty_stores["sglang_v2/swa_6144x2"].fail("lookup", OSError(5, "Input/output error"))
+
+        assert backend.batch_exists_v2(KEYS, [query]).kv_hit_pages == 0
 
     def test_costs_no_other_pool_of_the_batch(
         self, attach: Attach, faulty_stores: dict[str, FaultInjectingStore]
@@ -273,6 +289,32 @@ class TestStorageThatHangs:
         assert verdicts == [True, False, True]
         assert read_pages(pools.anchor) == after
         assert after[5] == before[5]
+
+    @pytest.mark.parametrize("call", ["set", "get", "exists"])
+    def test_costs_one_deadline_for_all_pools(self, attach: Attach, tmp_path: Path, call: str) -> None:
+        pools = host_pools(SwaModel())
+        config = {"storage_backends": str(tmp_path), **dict.fromkeys(_TIMEOUTS, 1.0)}
+        backend = attach(pools, extra_config=config)
+        for name in (PoolName.DRAFT, PoolName.INDEXER):
+            backend.register_mem_host_pool_v2(host_pools(MhaModel()).anchor, name)
+        names = [PoolName.SWA, PoolName.DRAFT, PoolName.INDEXER]
+        moves = [
+            PoolTransfer(name=name, keys=KEYS, host_indices=page_indices(pools["kv"], [0, 1, 2]))
+            for name in names
+        ]
+        backend.batch_set_v1(KEYS, page_indices(pools["kv"], [0, 1, 2]))
+        if call != "set":
+            backend.batch_set_v2(moves)
+
+        with hanging_call("open" if call == "get" else "stat", "/sglang_v2/"):
+            start = time.monotonic()
+            if call == "exists":
+                assert backend.batch_exists_v2(KEYS, moves).kv_hit_pages == 0
+            else:
+                move = backend.batch_set_v2 if call == "set" else backend.batch_get_v2
+                assert move(moves) == {name: [False] * 3 for name in names}
+            assert 1.0 <= time.monotonic() - start < 1.9
+        backend.close()
 
     def test_close_is_bounded(self, attach: Attach, tmp_path: Path) -> None:
         pools = host_pools(MhaModel())

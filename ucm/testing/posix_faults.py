@@ -69,7 +69,7 @@ def faulty_call(name: str, file: str, fault: Callable[..., Any]) -> Iterator[Non
         return original(*args, **kwargs)
 
     def refuse(directory: PromptDirectory, path: str, how: int) -> int:
-        return -1 if file in path else open_promptly(directory, path, how)
+        return -1 if file in f"{directory.path}/{path}" else open_promptly(directory, path, how)
 
     with mock.patch.object(os, name, call), mock.patch.object(PromptDirectory, "open_cached", refuse):
         yield

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from ucm.integration.sglang.page_access import Page, PageAccess
+    from ucm.integration.sglang.rounds import Lookups, Transfers
     from ucm.integration.sglang.sglang_compat import HostPool
     from ucm.store.interface import BlockKey, KVStore, StoreStats
 
@@ -31,6 +32,9 @@ _DELETE_BLOCKS = 1024
 class Pool(Protocol):
     """A host pool as the connector uses it; every batch method returns one entry per page, in order.
 
+    Methods that return `Lookups` or `Transfers` do nothing by themselves; `rounds` runs those of several
+    pools together.
+
     Attributes:
         name: SGLang's name of the pool.
         host_pool: SGLang's pool itself.
@@ -41,15 +45,15 @@ class Pool(Protocol):
     host_pool: HostPool
     moves_bytes: bool
 
-    def lookup(self, page_hashes: Sequence[str]) -> list[bool]:
+    def lookup(self, page_hashes: Sequence[str]) -> Lookups[list[bool]]:
         """Tell for each page whether it is stored."""
         ...
 
-    def leading_pages(self, page_hashes: Sequence[str]) -> int:
+    def leading_pages(self, page_hashes: Sequence[str]) -> Lookups[int]:
         """Return how many pages are stored before the first one that is not."""
         ...
 
-    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
         """Restore pages into the pool.
 
         Args:
@@ -59,7 +63,7 @@ class Pool(Protocol):
         """
         ...
 
-    def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+    def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
         """Store pages of the pool; arguments like `load`."""
         ...
 
@@ -110,19 +114,19 @@ class RegisteredPool:
         self._access = access
         self._key_suffix = key_suffix
 
-    def lookup(self, page_hashes: Sequence[str]) -> list[bool]:
+    def lookup(self, page_hashes: Sequence[str]) -> Lookups[list[bool]]:
         """See `Pool`."""
-        return self.store.lookup(self._keys(page_hashes))
+        return (yield self.store, self._keys(page_hashes))
 
-    def leading_pages(self, page_hashes: Sequence[str]) -> int:
+    def leading_pages(self, page_hashes: Sequence[str]) -> Lookups[int]:
         """See `Pool`."""
-        first = leading_pages(self.lookup(page_hashes[:_FIRST_LOOKUP_PAGES]))
+        first = leading_pages((yield self.store, self._keys(page_hashes[:_FIRST_LOOKUP_PAGES])))
         rest = page_hashes[_FIRST_LOOKUP_PAGES:]
         if first < _FIRST_LOOKUP_PAGES or not rest:
             return first
-        return first + leading_pages(self.lookup(rest))
+        return first + leading_pages((yield self.store, self._keys(rest)))
 
-    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
         """See `Pool`."""
         if host_indices is None or not self._fit(page_hashes, host_indices):
             return [BlockStatus.FAILED] * len(page_hashes)
@@ -133,18 +137,18 @@ class RegisteredPool:
             hashes = page_hashes[first : first + step]
             indices = host_indices[first * width : (first + step) * width]
             pages = self._access.incoming(indices)
-            verdicts = self.store.load(self._blocks(hashes, pages))
+            verdicts = yield self.store, self._blocks(hashes, pages)
             self._access.publish(indices, pages, verdicts)
             statuses += verdicts
         return statuses
 
-    def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+    def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
         """See `Pool`."""
         if host_indices is None or not self._fit(page_hashes, host_indices):
             return [BlockStatus.FAILED] * len(page_hashes)
         if not page_hashes:
             return []
-        return self.store.dump(self._blocks(page_hashes, self._access.outgoing(host_indices)))
+        return (yield self.store, self._blocks(page_hashes, self._access.outgoing(host_indices)))
 
     def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
         """See `Pool`."""
@@ -209,25 +213,28 @@ class LogicalPool:
         self.name = name
         self.host_pool = host_pool
 
-    def lookup(self, page_hashes: Sequence[str]) -> list[bool]:
+    def lookup(self, page_hashes: Sequence[str]) -> Lookups[list[bool]]:
         """See `Pool`."""
+        yield from ()
         return [self._is_empty()] * len(page_hashes)
 
-    def leading_pages(self, page_hashes: Sequence[str]) -> int:
+    def leading_pages(self, page_hashes: Sequence[str]) -> Lookups[int]:
         """See `Pool`."""
+        yield from ()
         return len(page_hashes) if self._is_empty() else 0
 
-    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> list[BlockStatus]:
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
         """See `Pool`; the indices do not matter."""
         del host_indices
-        return [BlockStatus.DONE if self._is_empty() else BlockStatus.FAILED] * len(page_hashes)
+        yield from ()
+        return self._verdicts(page_hashes)
 
     dump = load
 
     def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
         """See `Pool`; the tensors are empty."""
         del flat_pages
-        return self.load(page_hashes, None)
+        return self._verdicts(page_hashes)
 
     dump_flat = load_flat
 
@@ -243,6 +250,9 @@ class LogicalPool:
 
     def close(self) -> None:
         """See `Pool`."""
+
+    def _verdicts(self, page_hashes: Sequence[str]) -> list[BlockStatus]:
+        return [BlockStatus.DONE if self._is_empty() else BlockStatus.FAILED] * len(page_hashes)
 
     def _is_empty(self) -> bool:
         # Sidecars without bytes may not even have the attribute.

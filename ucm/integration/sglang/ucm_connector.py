@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""The registry of pools: one call in, one pool call out."""
+"""The registry of pools: one call in, the same call of every pool it concerns out."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ucm.integration.sglang import rounds
 from ucm.integration.sglang.namespace import ANCHOR_POOL
 from ucm.integration.sglang.pool import RegisteredPool
 from ucm.integration.sglang.registration import PoolOpener, require_host_pool
@@ -16,7 +18,7 @@ from ucm.integration.sglang.restorable import PoolPresence, restorable_prefixes
 from ucm.store.interface import BlockStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -24,9 +26,19 @@ if TYPE_CHECKING:
     from ucm.integration.sglang.namespace import ServedModel
     from ucm.integration.sglang.pool import Pool
     from ucm.integration.sglang.restorable import BlockGroups
+    from ucm.integration.sglang.rounds import Lookups, Transfers
     from ucm.store.interface import KVStore, StoreStats
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Pages of one sidecar to be moved; see `Pool.load`."""
+
+    pool: str
+    page_hashes: Sequence[str]
+    host_indices: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +138,15 @@ class SglangUcmConnector:
         self, page_hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[BlockStatus]:
         """Restore pages of the anchor; see `Pool.load`."""
-        return self._anchor().load(page_hashes, host_indices)
+        [outcome] = rounds.load([self._anchor().load(page_hashes, host_indices)])
+        return rounds.result_of(outcome)
 
     def dump_primary(
         self, page_hashes: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[BlockStatus]:
         """Store pages of the anchor; see `Pool.dump`."""
-        return self._anchor().dump(page_hashes, host_indices)
+        [outcome] = rounds.dump([self._anchor().dump(page_hashes, host_indices)])
+        return rounds.result_of(outcome)
 
     def load_flat(self, page_hashes: Sequence[str], flat_pages: Sequence[torch.Tensor]) -> list[BlockStatus]:
         """Restore pages of the anchor into flat tensors; see `Pool.load_flat`."""
@@ -146,28 +160,22 @@ class SglangUcmConnector:
         """Return memory for one flat page of the anchor."""
         return self._anchor().new_flat_page()
 
-    def load(
-        self, pool: str, page_hashes: Sequence[str], host_indices: torch.Tensor | None
-    ) -> list[BlockStatus]:
-        """Restore pages of a sidecar; see `Pool.load`."""
-        registered = self._find(pool)
-        if registered is None:
-            return _unregistered(pool, page_hashes)
-        return registered.load(page_hashes, host_indices)
+    def load(self, moves: Sequence[Move]) -> list[list[BlockStatus] | Exception]:
+        """Restore pages of sidecars together.
 
-    def dump(
-        self, pool: str, page_hashes: Sequence[str], host_indices: torch.Tensor | None
-    ) -> list[BlockStatus]:
-        """Store pages of a sidecar; see `Pool.dump`."""
-        registered = self._find(pool)
-        if registered is None:
-            return _unregistered(pool, page_hashes)
-        return registered.dump(page_hashes, host_indices)
+        Returns:
+            For each move the verdicts of `Pool.load`, or the exception that it alone ended with.
+        """
+        return rounds.load([self._transfer(move, lambda pool: pool.load) for move in moves])
+
+    def dump(self, moves: Sequence[Move]) -> list[list[BlockStatus] | Exception]:
+        """Store pages of sidecars together; like `load`."""
+        return rounds.dump([self._transfer(move, lambda pool: pool.dump) for move in moves])
 
     def stored_prefix(self, page_hashes: Sequence[str]) -> int:
         """Return how many leading pages of the anchor are stored; a logical anchor proves none."""
         anchor = self._anchor()
-        return anchor.leading_pages(page_hashes) if anchor.moves_bytes else 0
+        return _leading_pages(anchor, page_hashes, time.monotonic()) if anchor.moves_bytes else 0
 
     def query(self, page_hashes: Sequence[str], sidecars: Sequence[SidecarQuery]) -> PrefixHit:
         """Find every prefix that all pools can serve.
@@ -175,23 +183,30 @@ class SglangUcmConnector:
         Pools are asked about the pages that the anchor has, or all pages if it
         is logical; then at least one sidecar with bytes must agree.
         """
+        since = time.monotonic()
         anchor = self._anchor()
-        candidates = page_hashes[: anchor.leading_pages(page_hashes)]
-        pages_by_pool = {ANCHOR_POOL: len(candidates)}
-        proven = anchor.moves_bytes
-        limits: list[PoolPresence] = []
+        candidates = page_hashes[: _leading_pages(anchor, page_hashes, since)]
         # Pools that need the whole prefix first: if they rule out every length, the others need no lookup.
-        for query in sorted(sidecars, key=lambda query: query.window_pages is not None):
-            pool = self._find(query.pool)
-            if query.groups is not None:
-                pages_by_pool[query.pool] = _covered_pages(pool, query.groups, query.group_keys, page_hashes)
-                continue
-            hopeless = any(limit.window_pages is None and not limit.longest_prefix() for limit in limits)
-            presence = _presence(None if hopeless else pool, query.window_pages, candidates)
-            pages_by_pool[query.pool] = presence.longest_prefix()
-            proven = proven or (pool is not None and pool.moves_bytes)
-            limits.append(presence)
-        return PrefixHit(restorable_prefixes(len(candidates), limits) if proven else [], pages_by_pool)
+        whole, trailing, groups = _by_policy(sidecars)
+        counts = rounds.look_up(
+            [
+                *(self._leading_pages(query, candidates) for query in whole),
+                *(self._covered_pages(query, page_hashes) for query in groups),
+            ],
+            since,
+        )
+        asked = [*whole, *groups]
+        pages = {query.pool: rounds.result_of(count) for query, count in zip(asked, counts, strict=True)}
+        limits = [_leading(pages[query.pool], len(candidates)) for query in whole]
+        hopeless = not candidates or not all(pages[query.pool] for query in whole)
+        found = rounds.look_up([self._stored(query, candidates, hopeless) for query in trailing], since)
+        for query, present in zip(trailing, found, strict=True):
+            limits.append(PoolPresence(rounds.result_of(present), query.window_pages))
+            pages[query.pool] = limits[-1].longest_prefix()
+        limiting = (self._find(query.pool) for query in (*whole, *trailing))
+        proven = anchor.moves_bytes or any(pool is not None and pool.moves_bytes for pool in limiting)
+        restorable = restorable_prefixes(len(candidates), limits) if proven else []
+        return PrefixHit(restorable, {ANCHOR_POOL: len(candidates), **pages})
 
     def clear(self) -> None:
         """Remove every block of this model in every registered pool, whatever rank wrote it."""
@@ -221,25 +236,46 @@ class SglangUcmConnector:
             raise RuntimeError("SGLang has not registered a host pool yet")
         return self._primary
 
+    def _transfer(self, move: Move, method: Callable[[Pool], Callable[..., Transfers]]) -> Transfers:
+        pool = self._find(move.pool)
+        if pool is None:
+            lost = len(move.page_hashes)
+            logger.warning("pool %s: nobody has registered it, %d pages lost", move.pool, lost)
+            return [BlockStatus.FAILED] * lost
+        return (yield from method(pool)(move.page_hashes, move.host_indices))
 
-def _unregistered(pool: str, page_hashes: Sequence[str]) -> list[BlockStatus]:
-    logger.warning("pool %s: nobody has registered it, %d pages lost", pool, len(page_hashes))
-    return [BlockStatus.FAILED] * len(page_hashes)
+    def _leading_pages(self, query: SidecarQuery, candidates: Sequence[str]) -> Lookups[int]:
+        pool = self._find(query.pool)
+        return 0 if pool is None or not candidates else (yield from pool.leading_pages(candidates))
+
+    def _covered_pages(self, query: SidecarQuery, page_hashes: Sequence[str]) -> Lookups[int]:
+        pool, groups = self._find(query.pool), query.groups
+        if pool is None or groups is None:
+            return 0
+        present = yield from pool.lookup(query.group_keys or groups.group_keys(page_hashes))
+        return min(groups.covered_pages(present), len(page_hashes))
+
+    def _stored(self, query: SidecarQuery, candidates: Sequence[str], hopeless: bool) -> Lookups[list[bool]]:
+        pool = self._find(query.pool)
+        if pool is None or hopeless:
+            return [False] * len(candidates)
+        return (yield from pool.lookup(candidates))
 
 
-def _presence(pool: Pool | None, window_pages: int | None, candidates: Sequence[str]) -> PoolPresence:
-    if pool is None or not candidates:
-        return PoolPresence([False] * len(candidates), window_pages)
-    if window_pages is None:
-        stored = pool.leading_pages(candidates)
-        return PoolPresence([True] * stored + [False] * (len(candidates) - stored), None)
-    return PoolPresence(pool.lookup(candidates), window_pages)
+def _by_policy(
+    sidecars: Sequence[SidecarQuery],
+) -> tuple[list[SidecarQuery], list[SidecarQuery], list[SidecarQuery]]:
+    """Split queries into those for the whole prefix, for its end, and for groups of keys."""
+    limiting = [query for query in sidecars if query.groups is None]
+    whole = [query for query in limiting if query.window_pages is None]
+    trailing = [query for query in limiting if query.window_pages is not None]
+    return whole, trailing, [query for query in sidecars if query.groups is not None]
 
 
-def _covered_pages(
-    pool: Pool | None, groups: BlockGroups, group_keys: Sequence[str], page_hashes: Sequence[str]
-) -> int:
-    if pool is None:
-        return 0
-    present = pool.lookup(group_keys or groups.group_keys(page_hashes))
-    return min(groups.covered_pages(present), len(page_hashes))
+def _leading_pages(pool: Pool, page_hashes: Sequence[str], since: float) -> int:
+    [outcome] = rounds.look_up([pool.leading_pages(page_hashes)], since)
+    return rounds.result_of(outcome)
+
+
+def _leading(stored: int, pages: int) -> PoolPresence:
+    return PoolPresence([True] * stored + [False] * (pages - stored), None)

@@ -22,8 +22,9 @@ from ucm.integration.sglang.config import UnifiedCacheConfig
 from ucm.integration.sglang.errors import UnsupportedPoolError
 from ucm.integration.sglang.namespace import ANCHOR_POOL
 from ucm.integration.sglang.restorable import BlockGroups
+from ucm.integration.sglang.rounds import result_of
 from ucm.integration.sglang.sglang_compat import pool_text
-from ucm.integration.sglang.ucm_connector import SglangUcmConnector, SidecarQuery
+from ucm.integration.sglang.ucm_connector import Move, SglangUcmConnector, SidecarQuery
 from ucm.store.interface import BlockStatus
 
 if TYPE_CHECKING:
@@ -119,14 +120,14 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
     ) -> dict[str, list[bool]]:
         """Restore pages of sidecars; one verdict per key of each transfer."""
         del extra_info
-        return {transfer.name: self._move("load", transfer, self._connector.load) for transfer in transfers}
+        return self._move("load", self._connector.load, transfers)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store pages of sidecars; one verdict per key of each transfer."""
         del extra_info
-        return {transfer.name: self._move("dump", transfer, self._connector.dump) for transfer in transfers}
+        return self._move("dump", self._connector.dump, transfers)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -232,11 +233,18 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
     def _move(
         self,
         action: str,
-        transfer: PoolTransfer,
-        move: Callable[[str, Sequence[str], torch.Tensor | None], list[BlockStatus]],
-    ) -> list[bool]:
-        pool, keys = pool_text(transfer.name), transfer.keys or []
-        return self._verdicts(action, pool, keys, partial(move, pool, keys, transfer.host_indices))
+        move: Callable[[Sequence[Move]], list[list[BlockStatus] | Exception]],
+        transfers: Sequence[PoolTransfer],
+    ) -> dict[str, list[bool]]:
+        moves = [Move(pool_text(each.name), each.keys or [], each.host_indices) for each in transfers]
+        failed: list[list[BlockStatus] | Exception] = [
+            [BlockStatus.FAILED] * len(each.page_hashes) for each in moves
+        ]
+        outcomes = self._attempt(action, partial(move, moves), failed)
+        return {
+            transfer.name: self._verdicts(action, each.pool, each.page_hashes, partial(result_of, outcome))
+            for transfer, each, outcome in zip(transfers, moves, outcomes, strict=True)
+        }
 
     def _verdicts(
         self, action: str, pool: str, keys: Sequence[str], move: Callable[[], list[BlockStatus]]

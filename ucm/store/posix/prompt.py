@@ -81,6 +81,7 @@ class PromptDirectory:
     """A directory on one of `FILE_SYSTEMS`; open until it is no longer referenced."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY)
         weakref.finalize(self, os.close, self._descriptor)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ucm.integration.sglang import page_access
+from ucm.integration.sglang import page_access, rounds
 from ucm.integration.sglang.page_access import StagedAccess, ZeroCopyAccess
 from ucm.integration.sglang.pool import RegisteredPool
 from ucm.store.interface import BlockKey, BlockStatus, StoreSpec
@@ -51,9 +51,9 @@ def test_a_load_in_several_batches_is_one_load(monkeypatch: pytest.MonkeyPatch, 
     before = fill_random(host_pool)
     monkeypatch.setattr(page_access, "_STAGING_BYTES", staged_pages * len(before[0]))
     pool, _ = registered("mamba", host_pool)
-    pool.dump([*hashes(3), "hash-4"], torch.tensor([0, 1, 2, 4]))
+    rounds.dump([pool.dump([*hashes(3), "hash-4"], torch.tensor([0, 1, 2, 4]))])
 
-    statuses = pool.load(hashes(5), torch.tensor([10, 11, 12, 13, 14]))
+    [statuses] = rounds.load([pool.load(hashes(5), torch.tensor([10, 11, 12, 13, 14]))])
 
     assert statuses == [DONE, DONE, DONE, MISSING, DONE]
     assert read_pages(host_pool, [10, 11, 12, 13, 14]) == [*before[:3], before[13], before[4]]
@@ -62,7 +62,7 @@ def test_a_load_in_several_batches_is_one_load(monkeypatch: pytest.MonkeyPatch, 
 def test_a_prefix_that_is_not_there_costs_one_short_lookup() -> None:
     pool, store = registered("kv", host_pools(MhaModel()).anchor)
 
-    assert pool.leading_pages(hashes(1000)) == 0
+    assert rounds.look_up([pool.leading_pages(hashes(1000))]) == [0]
     assert store.asked == [8]
 
 
@@ -70,9 +70,9 @@ def test_a_prefix_that_is_not_there_costs_one_short_lookup() -> None:
 def test_leading_pages_are_counted_across_lookups(stored: int) -> None:
     host_pool = host_pools(MhaModel(), pages=16).anchor
     pool, store = registered("kv", host_pool)
-    pool.dump(hashes(stored), page_indices(host_pool, range(stored)))
+    rounds.dump([pool.dump(hashes(stored), page_indices(host_pool, range(stored)))])
 
-    assert pool.leading_pages(hashes(12)) == stored
+    assert rounds.look_up([pool.leading_pages(hashes(12))]) == [stored]
     assert len(store.asked) <= 2
 
 
@@ -80,13 +80,13 @@ def test_nothing_to_move_is_no_call_at_all() -> None:
     pool, store = registered("kv", host_pools(MhaModel()).anchor)
     store.close()
 
-    assert pool.load([], torch.empty(0, dtype=torch.int64)) == []
-    assert pool.dump([], torch.empty(0, dtype=torch.int64)) == []
+    assert rounds.load([pool.load([], torch.empty(0, dtype=torch.int64))]) == [[]]
+    assert rounds.dump([pool.dump([], torch.empty(0, dtype=torch.int64))]) == [[]]
 
 
 @pytest.mark.parametrize("indices", [None, torch.arange(64), torch.arange(3 * 64 + 1)])
 def test_indices_that_do_not_fit_the_pages_fail_every_page(indices: torch.Tensor | None) -> None:
     pool, _ = registered("kv", host_pools(MhaModel()).anchor)
 
-    assert pool.load(hashes(3), indices) == [FAILED] * 3
-    assert pool.dump(hashes(3), indices) == [FAILED] * 3
+    assert rounds.load([pool.load(hashes(3), indices)]) == [[FAILED] * 3]
+    assert rounds.dump([pool.dump(hashes(3), indices)]) == [[FAILED] * 3]

@@ -291,7 +291,7 @@ class TestRegistration:
         backend.register_mem_host_pool_v2(wider, PoolName.SWA)
 
         with pytest.raises(StoreUnavailableError):
-            old.lookup(KEYS)
+            old.store.lookup([])
         move = PoolTransfer(name=PoolName.SWA, keys=KEYS, host_indices=page_indices(wider, [0, 1, 2]))
         assert backend.batch_set_v2([move]) == {"swa": [True] * 3}
         assert StoredBlocks(tmp_path, "test-model").counts() == {"sglang_v2/swa_8192x2": 3}

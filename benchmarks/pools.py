@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 LARGE_PAGE_BYTES = 500_000
 LARGE_PAGE_SPEEDUP = 1.5
 SPARE_BYTES = 2_000_000_000
+MOST_STORED_BYTES = 500_000_000
 MOST_PAGES_ON_DISK = 32  # More would measure the disk, which writes back meanwhile.
 SOME_PAGES = 8
 PRIMARY = "kv"
@@ -169,6 +170,7 @@ class ModelContestant(LocalContestant):
         self._backend = backend
         self._pages = pages
         self._count = count
+        self._stored_bytes = 0
 
     def prepare(self, phase: str, round_number: int) -> None:
         """Spoil the host pages that a get has to restore."""
@@ -207,9 +209,16 @@ class ModelContestant(LocalContestant):
             self._pages[pool].check(self._count)
 
     def finish(self, round_number: int) -> None:
-        """Free the space of this round."""
+        """Free the space of the rounds so far, now and then: looking for all blocks takes a while."""
         del round_number
+        self._stored_bytes += self._count * sum(pages.page_bytes for pages in self._pages.values())
+        if self._stored_bytes > MOST_STORED_BYTES:
+            self.clear()
+
+    def clear(self) -> None:
+        """Free the space of all rounds."""
         self._backend.clear()
+        self._stored_bytes = 0
 
 
 def _measure_case(
@@ -272,8 +281,11 @@ def _compare(
         "exists miss",
     ]
     contestants = ModelContestant(ours, pages, count), ModelContestant(other, pages, count)
+    measured = run_pairs(*contestants, phases, budget_s=budget_s)
+    for contestant in contestants:
+        contestant.clear()
     comparisons = []
-    for phase, times in run_pairs(*contestants, phases, budget_s=budget_s).items():
+    for phase, times in measured.items():
         call, pool = _split(phase)
         page_bytes = pages[pool].page_bytes if pool else 0
         comparisons.append(

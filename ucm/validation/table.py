@@ -52,14 +52,13 @@ def phase_table(report: Report) -> Table:
 def pool_table(report: Report) -> Table:
     """Build the table of pools."""
     table = _table("on storage")
-    for heading in ("pool", "namespace"):
-        table.add_column(heading, no_wrap=True)
+    # Names the pool, too.
+    table.add_column("namespace", no_wrap=True)
     for heading in ("page bytes", "pages", "MiB"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for pool in report.pools:
         table.add_row(
-            pool.name,
-            pool.namespace or "(root)",
+            pool.namespace or f"{pool.name} (root)",
             str(pool.page_bytes),
             str(pool.pages),
             f"{pool.bytes / _MIB:.2f}",

@@ -27,16 +27,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 OLDEST_PYTHON = (3, 11)
 
-GPU_ONLY = frozenset(
-    """
+# Requirements of the SGLang wheel that its CPU run never imports; a half-installed torchcodec even breaks it.
+_GPU_ONLY = """
     anthropic blobfile cuda-python cuda-tile datasets deepseek-recipe flash-attn-4 flashinfer-cubin
     flashinfer-python humming-kernels kernels modelscope numba nvidia-cudnn-frontend nvidia-cutlass-dsl
-    nvidia-cutlass-dsl-libs-base nvidia-mathdx nvidia-ml-py nvshmem4py-cu12 nvshmem4py-cu13 openai-harmony py-spy
-    quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sgl-kernel sglang-kernel smg-grpc-servicer tilelang
-    timm tml-renderers torchaudio torchcodec z3-solver
-    """.split()
-)
-"""Requirements of the SGLang wheel that its CPU run never imports; a half-installed torchcodec even breaks it."""
+    nvidia-cutlass-dsl-libs-base nvidia-mathdx nvidia-ml-py nvshmem4py-cu12 nvshmem4py-cu13 openai-harmony
+    py-spy quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sgl-kernel sglang-kernel smg-grpc-servicer
+    tilelang timm tml-renderers torchaudio torchcodec z3-solver
+"""
+GPU_ONLY = frozenset(_GPU_ONLY.split())
 
 UNDECLARED = ("dill",)
 """Imported by SGLang, which relies on `datasets` to bring it."""

@@ -194,17 +194,18 @@ def _outcome(model: DemoModel, report: Path) -> Outcome:
 
 def _summarise(outcomes: list[Outcome]) -> None:
     """Print every pool, and a verdict on each model; write the same as `summary.json`."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("model", "pool"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("page bytes", "pages", "bytes", "hit rate"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
+        table = Table(
+            title=outcome.model, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        )
+        table.add_column("pool", no_wrap=True)
+        for heading in ("page bytes", "pages", "bytes", "hit rate"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for pool in outcome.pools:
             sizes = (str(pool[field]) for field in ("page_bytes", "pages", "bytes"))
-            table.add_row(outcome.model, pool["name"], *sizes, f"{outcome.hit_rate:.0%}")
-    # A prefix comes back only if every pool of its model gives its part, so they share one hit rate.
-    Console().print(table)
+            # A prefix comes back only if every pool gives its part, so they share one hit rate.
+            table.add_row(pool["name"], *sizes, f"{outcome.hit_rate:.0%}")
+        Console().print(table)
     for outcome in outcomes:
         print(outcome.verdict)
     document = [asdict(outcome) | {"hit_rate": outcome.hit_rate} for outcome in outcomes]

@@ -135,13 +135,15 @@ def test_a_hung_file_system_costs_one_deadline_for_all(
             if operation == "load":
                 blocks = [(store, [incoming([1], store.spec)[0].block]) for store in impatient]
             assert together(blocks) == [[FAILED]] * 3
-        assert 1.0 <= time.monotonic() - start < 1.9
+        assert 1.0 <= time.monotonic() - start < 2.5  # Three of them would be 3.0.
     for store in impatient:
         store.close()
 
 
-def test_the_time_may_have_begun_earlier(stores: list[PosixStore]) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_time_may_have_begun_earlier(stores: list[PosixStore], count: int) -> None:
+    blocks = [(store, outgoing([1], store.spec)) for store in stores[:count]]
     with hanging_call("stat", key_of(1).hex()):
         start = time.monotonic()
-        assert dump_together([(stores[0], outgoing([1], SPECS[0]))], since=start - 30.0) == [[FAILED]]
+        assert dump_together(blocks, since=start - 30.0) == [[FAILED]] * count
         assert time.monotonic() - start < 15

@@ -113,7 +113,7 @@ class PromptDirectory:
         if descriptor < 0:
             return False
         try:
-            return _is_cached(descriptor, size) and os.preadv(descriptor, buffers, 0, os.RWF_NOWAIT) == size
+            return is_cached(descriptor, size) and os.preadv(descriptor, buffers, 0, os.RWF_NOWAIT) == size
         except OSError:
             return False
         finally:
@@ -124,7 +124,8 @@ class PromptDirectory:
         return int(_openat2(_SYS_OPENAT2, self._descriptor, name.encode(), how, ctypes.sizeof(_OpenHow)))
 
 
-def _is_cached(descriptor: int, size: int) -> bool:
+def is_cached(descriptor: int, size: int) -> bool:
+    """Tell whether the first `size` bytes of a file are in the page cache; False if nobody can tell."""
     found = _CacheStat()
     wanted = _CacheStatRange(0, size)
     failed = _cachestat(_SYS_CACHESTAT, descriptor, ctypes.addressof(wanted), ctypes.addressof(found), 0)

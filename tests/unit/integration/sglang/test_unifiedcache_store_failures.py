@@ -313,7 +313,7 @@ class TestStorageThatHangs:
             else:
                 move = backend.batch_set_v2 if call == "set" else backend.batch_get_v2
                 assert move(moves) == {name: [False] * 3 for name in names}
-            assert 1.0 <= time.monotonic() - start < 1.9
+            assert 1.0 <= time.monotonic() - start < 2.5  # Three of them would be 3.0.
         backend.close()
 
     def test_close_is_bounded(self, attach: Attach, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ucm.store import StoreSpec
 from ucm.store.posix.block_file import file_bytes
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.engine import THREAD_NAME_PREFIX, IoEngine
-from ucm.store.posix.prompt import PromptDirectory
+from ucm.store.posix.prompt import PromptDirectory, is_cached
 from ucm.store.posix.store import PosixStore
 from ucm.testing.posix_faults import block_path, faulty_call
 from ucm.testing.store_conformance import CORRUPT, DONE, SPEC, assert_loads, key_of, load, outgoing
@@ -186,6 +186,15 @@ def test_a_file_that_is_only_partly_cached_is_left_to_the_workers(tmp_path: Path
         pytest.skip("this kernel or file system cannot tell what it has in its caches")
     drop_from_the_page_cache(path, size // 2)
     assert not prompt.read("file", room, size)
+
+
+@pytest.mark.usefixtures("store")
+def test_looking_for_cached_data_reads_nothing_ahead(tmp_path: Path) -> None:
+    drop_from_the_page_cache(path_of(tmp_path, 1))
+    prompt = PromptDirectory(str(tmp_path / SPEC.namespace))
+    assert not prompt.read(name_of(tmp_path, 1), [memoryview(bytearray(SIZE + 1))], SIZE)
+    with path_of(tmp_path, 1).open("rb") as file:
+        assert not is_cached(file.fileno(), 1)
 
 
 def test_in_memory_even_a_dump_and_a_miss_take_no_worker(memory: Path, batches: list[int]) -> None:

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKOnlyPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
 
 from ucm.integration.sglang.errors import UnsupportedPoolError
+from ucm.integration.sglang.pool import RegisteredPool
 from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
 from ucm.store.errors import StoreConfigError, StoreUnavailableError
 from ucm.testing.host_pools import (
@@ -286,6 +287,7 @@ class TestRegistration:
     ) -> None:
         backend = attach(host_pools(SwaModel()))
         old = backend._connector._sidecars["swa"]
+        assert isinstance(old, RegisteredPool)
         wider = host_pools(SwaModel(swa_layers=4))["swa"]
 
         backend.register_mem_host_pool_v2(wider, PoolName.SWA)

@@ -7,6 +7,7 @@ ones. There is no `swiglu_limit`, because SGLang's torch experts do not apply it
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from sglang_cpu.tiny_models import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 HIDDEN = 128
@@ -34,6 +35,10 @@ FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
 
 # Keys of unit size would share a random query's attention almost evenly, and damage to one would not show.
 _KEY_GAIN = 1.5
+
+# What the blocks of a model with a draft layer add, relative to the embedding: so little that the last token
+# mostly decides the next one, and a draft layer that sees only that is right about half the time.
+_DRAFTABLE = 0.25
 
 
 def write_small(directory: Path, seed: int) -> None:
@@ -62,6 +67,7 @@ def _write(
 ) -> None:
     config = _config(ratios, hash_layers, index_top_k, draft_layers)
     draw = checkpoint.RandomWeights(seed)
+    block_gain = _DRAFTABLE / math.sqrt(2 * len(ratios)) if draft_layers else 1.0
     weights = {
         "embed.weight": draw.normal(VOCABULARY, HIDDEN),
         # Logits with a standard deviation of 3: neither flat nor decided by one token.
@@ -70,10 +76,11 @@ def _write(
         **_hyper_connection_head(draw),
     }
     for number, ratio in enumerate(ratios):
-        layer = _layer(draw, ratio, hashed=number < hash_layers)
+        layer = _layer(draw, ratio, block_gain, hashed=number < hash_layers)
         weights |= {f"layers.{number}.{name}": tensor for name, tensor in layer.items()}
     for number in range(draft_layers):
-        weights |= {f"mtp.{number}.{name}": tensor for name, tensor in _draft_layer(draw).items()}
+        draft = _draft_layer(draw, block_gain, weights)
+        weights |= {f"mtp.{number}.{name}": tensor for name, tensor in draft.items()}
     checkpoint.save(
         directory, config, {name: _in_checkpoint_type(name, tensor) for name, tensor in weights.items()}
     )
@@ -88,8 +95,10 @@ def _in_checkpoint_type(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if kept else tensor.to(torch.bfloat16)
 
 
-def _layer(draw: checkpoint.RandomWeights, ratio: int, *, hashed: bool) -> dict[str, torch.Tensor]:
-    attention = _attention(draw)
+def _layer(
+    draw: checkpoint.RandomWeights, ratio: int, gain: float, *, hashed: bool
+) -> dict[str, torch.Tensor]:
+    attention = _attention(draw, gain)
     if ratio:
         attention |= _prefixed("compressor", _compressor(draw, ratio, HEAD_DIM))
     if ratio == 4:
@@ -100,23 +109,26 @@ def _layer(draw: checkpoint.RandomWeights, ratio: int, *, hashed: bool) -> dict[
         **_hyper_connection(draw, "hc_attn"),
         **_hyper_connection(draw, "hc_ffn"),
         **_prefixed("attn", attention),
-        **_prefixed("ffn", _experts(draw, hashed=hashed)),
+        **_prefixed("ffn", _experts(draw, gain, hashed=hashed)),
     }
 
 
-def _draft_layer(draw: checkpoint.RandomWeights) -> dict[str, torch.Tensor]:
+def _draft_layer(
+    draw: checkpoint.RandomWeights, gain: float, target: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Predict from the last token alone, as the target nearly does, with the target's own output weights."""
+    shared = ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
     return {
-        **_layer(draw, 0, hashed=False),
-        "e_proj.weight": draw.linear(HIDDEN, HIDDEN),
-        "h_proj.weight": draw.linear(HIDDEN, HIDDEN),
+        **_layer(draw, 0, gain, hashed=False),
+        "e_proj.weight": torch.eye(HIDDEN),
+        "h_proj.weight": draw.linear(HIDDEN, HIDDEN, gain=0.05),
         "enorm.weight": _norm(draw, HIDDEN),
         "hnorm.weight": _norm(draw, HIDDEN),
-        "norm.weight": _norm(draw, HIDDEN),
-        **_hyper_connection_head(draw),
+        **{name: target[name].clone() for name in shared},
     }
 
 
-def _attention(draw: checkpoint.RandomWeights) -> dict[str, torch.Tensor]:
+def _attention(draw: checkpoint.RandomWeights, gain: float) -> dict[str, torch.Tensor]:
     return {
         "wq_a.weight": draw.linear(QUERY_RANK, HIDDEN),
         "q_norm.weight": _norm(draw, QUERY_RANK),
@@ -124,7 +136,7 @@ def _attention(draw: checkpoint.RandomWeights) -> dict[str, torch.Tensor]:
         "wkv.weight": draw.linear(HEAD_DIM, HIDDEN),
         "kv_norm.weight": _norm(draw, HEAD_DIM, mean=_KEY_GAIN),
         "wo_a.weight": draw.linear(OUTPUT_GROUPS * OUTPUT_RANK, HEADS * HEAD_DIM // OUTPUT_GROUPS),
-        "wo_b.weight": draw.linear(HIDDEN, OUTPUT_GROUPS * OUTPUT_RANK, gain=2.0),
+        "wo_b.weight": draw.linear(HIDDEN, OUTPUT_GROUPS * OUTPUT_RANK, gain=2.0 * gain),
         "attn_sink": draw.normal(HEADS),
     }
 
@@ -147,7 +159,7 @@ def _indexer(draw: checkpoint.RandomWeights) -> dict[str, torch.Tensor]:
     }
 
 
-def _experts(draw: checkpoint.RandomWeights, *, hashed: bool) -> dict[str, torch.Tensor]:
+def _experts(draw: checkpoint.RandomWeights, gain: float, *, hashed: bool) -> dict[str, torch.Tensor]:
     weights = {"gate.weight": draw.linear(EXPERTS, HIDDEN)}
     if hashed:
         # A ranking of the experts per token id; the first ones serve it.
@@ -158,7 +170,7 @@ def _experts(draw: checkpoint.RandomWeights, *, hashed: bool) -> dict[str, torch
     for name in [*(f"experts.{number}" for number in range(EXPERTS)), "shared_experts"]:
         weights[f"{name}.w1.weight"] = draw.linear(EXPERT_WIDTH, HIDDEN)
         weights[f"{name}.w3.weight"] = draw.linear(EXPERT_WIDTH, HIDDEN)
-        weights[f"{name}.w2.weight"] = draw.linear(HIDDEN, EXPERT_WIDTH)
+        weights[f"{name}.w2.weight"] = draw.linear(HIDDEN, EXPERT_WIDTH, gain=gain)
     return weights
 
 

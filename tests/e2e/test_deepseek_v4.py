@@ -14,7 +14,9 @@ import pytest
 from sglang_cpu.tiny_models import WRITERS
 
 from ucm.testing import block_damage
-from ucm.testing.cpu_deployment import CpuDeployment, thread_names
+from ucm.testing.cpu_deployment import CpuDeployment
+from ucm.testing.deepseek_v4 import DRAFT_FLAGS
+from ucm.testing.restartable_server import thread_names
 from ucm.testing.served_model import ServedModel, StoredPrompt
 from ucm.testing.sglang_selection import Selection
 from ucm.validation.results import Answer, CachedTokens
@@ -49,11 +51,6 @@ PAGE_BYTES_WITH_DRAFT = PAGE_BYTES | {
     "deepseek_v4_c4_state": 2 * 131072,
     "deepseek_v4_c4_indexer_state": 2 * 32768,
 }
-
-DRAFT_FLAGS = (
-    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"),
-)
 
 DAMAGES: list[Callable[[Path], None]] = [block_damage.flip_payload, block_damage.remove]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from sglang_cpu import PLATFORM_NAME, launch
 
 from ucm.testing.deployment import Deployment
-from ucm.testing.restartable_server import thread_names as thread_names
 from ucm.testing.sglang_selection import selection_environment
 
 _PLATFORM_FLAGS = (

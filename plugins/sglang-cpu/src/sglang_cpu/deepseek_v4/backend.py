@@ -141,8 +141,13 @@ class TorchDeepseekV4Backend(AttentionBackend):  # type: ignore[misc] # SGLang i
         attn_sink: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        """Attend from `q` `[tokens, heads, 512]`. The tokens' own rows are in the pools already."""
+        """Attend from `q` `[tokens, heads, 512]`. The tokens' own rows are in the pools already.
+
+        With tensor parallelism SGLang pads the heads; the result has this rank's only.
+        """
         del k, v, save_kv_cache
+        heads = layer.tp_q_head_num
+        q, attn_sink = q[:, :heads], attn_sink[:heads]
         output = torch.empty_like(q)
         for number, segment in enumerate(segments(forward_batch)):
             compressed = self._compressed(layer.layer_id, segment, compress_ratio)

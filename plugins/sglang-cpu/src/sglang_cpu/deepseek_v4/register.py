@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.configs import update_config
+
 from sglang_cpu import hooks
 from sglang_cpu.deepseek_v4 import replacements, speculation
 from sglang_cpu.deepseek_v4.backend import TorchDeepseekV4Backend, TorchDeepseekV4DraftBackend
@@ -50,6 +52,10 @@ def install() -> None:
             hooks.replace(f"{module}.{function.__name__}", function)
     hooks.replace(f"{_BACKENDS}.create_deepseek_v4_attn_backend", _attention_backend)
     hooks.replace(f"{_BACKENDS}.create_deepseek_v4_multistep_backend", TorchDeepseekV4DraftBackend)
+    hooks.replace(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        replacements.keep_single_kv_head(update_config.adjust_config_with_unaligned_cpu_tp),
+    )
     hooks.define(_MODEL, {"get_rope_wrapper": replacements.get_rope_wrapper})
 
 

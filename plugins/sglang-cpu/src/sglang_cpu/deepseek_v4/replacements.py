@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from sglang_cpu.deepseek_v4 import codecs, hyper_connection, indexer, numerics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models.deepseek_v4 import DeepseekV4DecoderLayerBase, DeepseekV4Model
     from sglang.srt.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN, DeepseekV4ModelNextN
     from sglang.srt.platforms.interface import SRTPlatform
@@ -123,6 +127,24 @@ def set_embed_and_head(
     """Let the draft model use the target's embedding and head; SGLang's own waits for a GPU afterwards."""
     model.model.embed_tokens.weight = embed
     model.lm_head.weight = head
+
+
+def keep_single_kv_head(
+    adjust: Callable[[ModelConfig, LoadConfig, int], ModelConfig],
+) -> Callable[[ModelConfig, LoadConfig, int], ModelConfig]:
+    """Return a function that adjusts a model configuration to CPU ranks, but leaves this family's alone.
+
+    All ranks share V4's one KV head; `adjust` would give each rank a head of its own.
+    """
+
+    def adjust_config_with_unaligned_cpu_tp(
+        model_config: ModelConfig, load_config: LoadConfig, tp_size: int
+    ) -> ModelConfig:
+        if model_config.hf_config.model_type == "deepseek_v4":
+            return model_config
+        return adjust(model_config, load_config, tp_size)
+
+    return adjust_config_with_unaligned_cpu_tp
 
 
 def get_rope_wrapper(**_: object) -> None:

@@ -75,7 +75,7 @@ def measure(directories: Sequence[Path], *, page_sizes: Sequence[int], budget_s:
         name="checksum",
         title="What verifying a checksum on every load costs",
         method=METHOD,
-        verdicts=[summarize(comparisons)],
+        verdicts=[summarize("Loads", comparisons)],
         tables=[comparison_table("Comparisons", comparisons)],
         details={"comparisons": comparison_details(comparisons)},
         draw=partial(

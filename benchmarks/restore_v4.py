@@ -84,7 +84,7 @@ def measure(directories: Sequence[Path], *, budget_s: float) -> Report:
         name="restore_v4",
         title="Restoring a DeepSeek V4 Flash prefix, against six plain files",
         method=METHOD,
-        verdicts=[summarize(comparisons)],
+        verdicts=[summarize("Restore", comparisons)],
         tables=[comparison_table("Comparisons", comparisons)],
         details={"comparisons": comparison_details(comparisons)},
         draw=partial(

@@ -106,19 +106,18 @@ def comparison_details(comparisons: Sequence[Comparison]) -> list[dict[str, obje
     ]
 
 
-def summarize(comparisons: Sequence[Comparison]) -> str:
-    """Say in one sentence whether the required comparisons are met, naming those that are not."""
+def summarize(what: str, comparisons: Sequence[Comparison]) -> str:
+    """Say whether the required comparisons are met, and how far the worst is from it."""
     required = [comparison for comparison in comparisons if comparison.required_speedup is not None]
-    missed = [comparison for comparison in required if not comparison.is_met]
-    sentence = f"{len(required) - len(missed)} of {len(required)} required comparisons met"
-    if not missed:
+    met = sum(comparison.is_met for comparison in required)
+    sentence = f"{what}: {met} of {len(required)} required comparisons met"
+    if met == len(required):
         return sentence + "."
-    names = "; ".join(
-        f"{' / '.join(comparison.labels.values())}: "
-        f"{comparison.times.speedup:.2f} of {comparison.required_speedup:.2f}"
-        for comparison in missed
+    worst = min(
+        required, key=lambda comparison: comparison.times.speedup / (comparison.required_speedup or 1)
     )
-    return f"{sentence}; below: {names}."
+    name = ", ".join(worst.labels.values())
+    return f"{sentence}; the worst is {name}: {worst.times.speedup:.2f} of {worst.required_speedup:.2f}."
 
 
 def write_report(report: Report, directory: Path) -> None:

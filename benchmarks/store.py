@@ -74,7 +74,7 @@ def measure(
         name="store",
         title="The embedded store against the native UCM store",
         method=METHOD,
-        verdicts=[summarize(comparisons)],
+        verdicts=[summarize("Store", comparisons)],
         tables=[
             glance_table("Speed-ups at a glance", comparisons, rows=("storage", "page"), columns=("call",)),
             comparison_table("Comparisons", comparisons),

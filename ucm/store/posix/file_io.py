@@ -111,15 +111,17 @@ def read_block(
         LeaseRevokedError: The caller no longer waits.
         OSError: Storage failed.
     """
-    # O_NONBLOCK has no meaning for files, but opening a FIFO without it would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor, keeps_atime = _open_for_reading(path)
     try:
         buffers = [*block.segments, scratch.tail]
+        wanted = file_bytes(spec)
         done = 0
-        if in_place_flags is not None:
+        # Inside the lease nothing may wait: not for data, nor for the journal to take an access time.
+        if in_place_flags == 0 or (
+            in_place_flags is not None and keeps_atime and prompt.is_cached(descriptor, wanted)
+        ):
             with lease:
                 done = _read_in_place(descriptor, buffers, in_place_flags)
-        wanted = file_bytes(spec)
         if done < wanted:
             done = _read_staged(descriptor, buffers, done, lease, scratch.bounce)
         if done != wanted:
@@ -134,6 +136,16 @@ def read_block(
         raise
     finally:
         os.close(descriptor)
+
+
+def _open_for_reading(path: str) -> tuple[int, bool]:
+    """Open a block file; also tell whether reading it leaves its access time alone."""
+    # O_NONBLOCK has no meaning for files, but opening a FIFO without it would wait for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    try:
+        return os.open(path, flags | os.O_NOATIME), True
+    except PermissionError:  # Only the owner may.
+        return os.open(path, flags), False
 
 
 def read_block_promptly(

@@ -84,6 +84,23 @@ def test_a_block_that_is_not_cached_takes_a_worker(
     assert batches == [1]
 
 
+def test_a_worker_reads_what_is_not_cached_into_memory_of_its_own(store: PosixStore, tmp_path: Path) -> None:
+    drop_from_the_page_cache(path_of(tmp_path, 2))
+    (block,) = outgoing([2])
+    segments = {id(segment) for segment in block.segments}
+    into_segments = []
+
+    def record(preadv: Callable[..., int], descriptor: int, buffers: list[memoryview], *rest: object) -> int:
+        into_segments.append(any(id(buffer) in segments for buffer in buffers))
+        return preadv(descriptor, buffers, *rest)
+
+    with faulty_call("preadv", path_of(tmp_path, 2).name, record):
+        assert store.load([block]) == [DONE]
+    # A read straight into the segments would hold the caller's memory for as long as storage takes.
+    assert into_segments
+    assert not any(into_segments)
+
+
 def test_a_missing_block_takes_a_worker(store: PosixStore, batches: list[int]) -> None:
     assert store.lookup([key_of(1), key_of(77)]) == [True, False]
     assert batches == [1]

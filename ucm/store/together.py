@@ -58,6 +58,14 @@ def _together(
     run: Callable[[KVStore, Sequence[I]], V],
     since: float | None,
 ) -> list[V | Exception]:
+    since = time.monotonic() if since is None else since
+    if len(calls) == 1:  # The usual case.
+        ((store, items),) = calls
+        try:
+            only = begin(store, items).run(since) if isinstance(store, PosixStore) else run(store, items)
+        except Exception as exc:  # As below.
+            return [exc]
+        return [only]
     outcomes: dict[int, V | Exception] = {}
     batch: dict[int, Call[V]] = {}
     for number, (store, items) in enumerate(calls):
@@ -68,7 +76,7 @@ def _together(
                 outcomes[number] = exc
     if batch:
         try:
-            results = run_calls(list(batch.values()), time.monotonic() if since is None else since)
+            results = run_calls(list(batch.values()), since)
         except Exception as exc:  # The engine cannot work for any of them.
             results = [exc] * len(batch)
         outcomes.update(zip(batch, results, strict=True))

@@ -59,6 +59,8 @@ def _run(
     since: float | None = None,
 ) -> list[Result | Exception]:
     since = time.monotonic() if since is None else since
+    if len(pools) == 1:  # The usual case, without the bookkeeping.
+        return [_run_alone(pools[0], ask, since)]
     results: dict[int, Result | Exception] = {}
     answers: dict[int, list[Answer] | Exception | None] = dict.fromkeys(range(len(pools)))
     while True:
@@ -74,6 +76,22 @@ def _run(
             break
         answers = dict(zip(questions, ask(list(questions.values()), since), strict=True))
     return [results[number] for number in range(len(pools))]
+
+
+def _run_alone(
+    pool: Rounds[Question, Answer, Result],
+    ask: Callable[[Sequence[tuple[KVStore, Sequence[Question]]], float], list[list[Answer] | Exception]],
+    since: float,
+) -> Result | Exception:
+    answer: list[Answer] | Exception | None = None
+    try:
+        while True:
+            (answer,) = ask([_proceed(pool, answer)], since)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    except Exception as exc:  # Its own outcome, as among several.
+        return exc
 
 
 def _proceed(

@@ -140,9 +140,19 @@ class _Batch(Generic[T]):
             self._over.release()
 
 
+class _CallerMemory(threading.local):
+    """The calling threads' private memory; SGLang has two or three."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
+_caller = _CallerMemory()
+
+
 def _attempt(work: Work[T | None], count: int, deadline: float) -> list[T]:
     """Return the results of the items before the first one to which `work` answers None."""
-    scratch, lease = Scratch(), HostLease()
+    scratch, lease = _caller.scratch, HostLease()
     results: list[T] = []
     for index in range(count):
         result = work(index, scratch, lease)

@@ -178,18 +178,20 @@ class StagedAccess(_PagesInPlace):
 
     def incoming(self, host_indices: torch.Tensor) -> list[Page]:
         """Return vectors outside the pool, one for each page, cut into its parts."""
-        self._part_pointers(host_indices)
-        return [split(self._take(), self.segment_bytes) for _ in self._starts(host_indices)]
+        pages = len(self._part_pointers(host_indices)) // len(self._part_bytes)
+        return [split(self._take(), self.segment_bytes) for _ in range(pages)]
 
     def publish(
         self, host_indices: torch.Tensor, pages: Sequence[Page], statuses: Sequence[BlockStatus]
     ) -> None:
         """Copy what loaded completely into the pool."""
-        for index, page, status in zip(self._starts(host_indices), pages, statuses, strict=True):
-            vector = memoryview(page[0].obj)  # A slice still belongs to what it was cut from.
+        for host_page, page, status in zip(self.outgoing(host_indices), pages, statuses, strict=True):
             if status is BlockStatus.DONE:
-                self._host_pool.set_from_flat_data_page(index, torch.frombuffer(vector, dtype=torch.uint8))
-            self._spare.append(vector)
+                for part, loaded in zip(host_page, page, strict=True):
+                    torch.frombuffer(part, dtype=torch.uint8).copy_(
+                        torch.frombuffer(loaded, dtype=torch.uint8)
+                    )
+            self._spare.append(memoryview(page[0].obj))  # A slice still belongs to what it was cut from.
 
     def _take(self) -> memoryview:
         try:
@@ -240,6 +242,10 @@ def split(vector: memoryview, segment_bytes: Sequence[int]) -> Page:
 
 def _changed(now: Sequence[int], registered: Sequence[int]) -> str:
     return f"pages have changed: parts of {list(now)} bytes, registered with {list(registered)}"
+
+
+def _byte_tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -76,7 +76,7 @@ def _pools(directories: list[Path], arguments: argparse.Namespace) -> Report:
 
     cases = [case for case in pools.CASES if arguments.only.lower() in case.name.lower()]
     batches = [1, 8] if arguments.quick else [1, 8, 32, 128]
-    budget_s = 0.0 if arguments.quick else 1.0
+    budget_s = 0.0 if arguments.quick else 0.5
     return pools.measure(directories, cases=cases, batches=batches, budget_s=budget_s)
 
 

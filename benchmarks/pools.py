@@ -77,7 +77,7 @@ class Case:
 
 CASES = (
     Case(name="MHA small", model=MhaModel(layers=4, heads=2, head_dim=64), page_tokens=16),
-    Case(name="MHA large", model=MhaModel(layers=24, heads=8, head_dim=128), page_tokens=64),
+    Case(name="MHA large", model=MhaModel(layers=12, heads=8, head_dim=128), page_tokens=64),
     Case(
         name="MLA small",
         model=MlaModel(layers=4, kv_lora_rank=512, qk_rope_head_dim=64),

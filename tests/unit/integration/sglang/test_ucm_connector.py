@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -232,9 +233,9 @@ class TestLogicalAnchor:
     def test_a_lost_primary_store_is_no_logical_anchor(self, attach: Attach) -> None:
         pools = host_pools(MhaModel())
         backend = attach(pools)
-        backend._connector._primary.store = None  # type: ignore[union-attr]  # Broken on purpose.
-
-        assert backend.batch_set_v1(KEYS[:1], page_indices(pools.anchor, [0])) == [False]
+        primary = backend._connector._primary
+        with mock.patch.object(primary, "store", None):
+            assert backend.batch_set_v1(KEYS[:1], page_indices(pools.anchor, [0])) == [False]
 
 
 class TestRegistration:

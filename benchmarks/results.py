@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -98,8 +98,13 @@ def comparison_details(comparisons: Sequence[Comparison]) -> list[dict[str, obje
     """Return everything measured, for the JSON file."""
     return [
         {
-            **asdict(comparison),
+            "labels": comparison.labels,
+            "other": comparison.other,
+            "moved_bytes": comparison.moved_bytes,
+            "ours_us": [round(seconds * 1e6, 1) for seconds in comparison.times.ours_s],
+            "other_us": [round(seconds * 1e6, 1) for seconds in comparison.times.other_s],
             "speedup": _spread(comparison.times.speedups),
+            "required_speedup": comparison.required_speedup,
             "met": comparison.is_met,
         }
         for comparison in comparisons
@@ -131,7 +136,7 @@ def write_report(report: Report, directory: Path) -> None:
         "verdicts": report.verdicts,
         **report.details,
     }
-    (directory / f"{report.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (directory / f"{report.name}.json").write_text(json.dumps(document) + "\n")
     plot = directory / f"{report.name}.png"
     drawn = report.draw is not None and _draw(report.draw, plot)
     text = _markdown(report, machine, plot.name if drawn else None)
@@ -185,7 +190,8 @@ def _comparison_row(comparison: Comparison) -> list[str]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    summary = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    return {name: round(value, 3) for name, value in summary.items()}
 
 
 def _markdown(report: Report, machine: dict[str, object], plot_name: str | None) -> str:

@@ -77,6 +77,8 @@ def serve(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
     """Compare with SGLang's `file` backend and with plain files; see benchmarks/README.md."""
+    plotting = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "bench")
+    _run(session, "-m", "pip", "install", "--quiet", *plotting)
     _run(session, "-m", "benchmarks", *session.posargs)
 
 

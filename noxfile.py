@@ -58,7 +58,7 @@ def e2e(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def flash43(session: nox.Session) -> None:
-    """Serve a model with all layers of DeepSeek V4 Flash, to check the sizes of its pools: ten minutes."""
+    """Serve a model with all layers of DeepSeek V4 Flash, to check the sizes of its pools: some minutes."""
     _run(session, "-m", "pytest", "tests/e2e/test_deepseek_v4_flash43.py", *session.posargs)
 
 

@@ -185,8 +185,9 @@ class Patcher:
         if sha256(current) == recorded:
             return current
         candidates = []
-        if sha256(current) == patched_digest and self._original(path).is_file():
-            candidates.append(self._original(path).read_bytes())
+        if sha256(current) == patched_digest:
+            with contextlib.suppress(FileNotFoundError):
+                candidates.append(self._original(path).read_bytes())
         with contextlib.suppress(PatchConflictError, UnicodeDecodeError):
             candidates.append(self._patches.revert(path, current))
         if recorded is None:
@@ -260,8 +261,10 @@ class Patcher:
     def _open_lock(self) -> int:
         path = self._directory / "lock"
         while True:
-            self._directory.mkdir(exist_ok=True)
-            # Whoever held the lock may just have removed the file, or the directory with it.
+            # Whoever held the lock may just have removed the file, or the directory with it. `exist_ok` would
+            # look whether what exists is a directory, and fail if it has gone by then.
+            with contextlib.suppress(FileExistsError):
+                self._directory.mkdir()
             with contextlib.suppress(FileNotFoundError):
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 fcntl.flock(lock, fcntl.LOCK_EX)

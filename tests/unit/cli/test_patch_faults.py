@@ -182,3 +182,20 @@ def test_several_processes_may_patch_and_revert_at_once(package: Path, patcher: 
     run("revert", patcher)
     assert tree(package.parent) == before
     assert not (package.parent / STATE_DIRECTORY).exists()
+
+
+def test_the_state_directory_may_vanish_while_another_process_makes_sure_it_is_there(
+    package: Path, patcher: Patcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+    calls: list[Path] = []
+
+    def already_there_and_gone(path: Path, mode: int = 0o777) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", already_there_and_gone)
+    assert run("apply", patcher) == 0
+    assert calls[0] == package.parent / STATE_DIRECTORY

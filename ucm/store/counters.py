@@ -28,11 +28,12 @@ class StoreCounters:
             self._stats.lookup_hit += hits
             self._stats.lookup_missing += len(found) - hits
 
-    def loaded(self, statuses: Sequence[BlockStatus]) -> None:
-        """Count one load's verdicts."""
+    def loaded(self, statuses: Sequence[BlockStatus], unverified: int = 0) -> None:
+        """Count one load's verdicts; `unverified` of those that are done had no checksum."""
         done = statuses.count(BlockStatus.DONE)
         with self._lock:
             self._stats.loaded += done
+            self._stats.loaded_unverified += unverified
             self._stats.loaded_bytes += done * self._block_bytes
             self._stats.load_missing += statuses.count(BlockStatus.MISSING)
             self._stats.load_corrupt += statuses.count(BlockStatus.CORRUPT)

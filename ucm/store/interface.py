@@ -89,6 +89,7 @@ class StoreStats:
 
     loaded: int = 0
     loaded_bytes: int = 0
+    loaded_unverified: int = 0  # Of `loaded`: had no checksum and no identity.
     load_missing: int = 0
     load_corrupt: int = 0
     load_failed: int = 0

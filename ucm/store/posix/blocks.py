@@ -30,6 +30,7 @@ class Verdict(NamedTuple):
 
 
 DONE = Verdict(BlockStatus.DONE)
+UNVERIFIED = Verdict(BlockStatus.DONE, "nothing to verify it by")
 _STORED_ALREADY = Verdict(BlockStatus.DONE, "stored already")
 _MISSING = Verdict(BlockStatus.MISSING)
 
@@ -44,20 +45,30 @@ class BlockFiles:
         spec: What the blocks are.
         layout: Where they are.
         file_systems: What can be relied on in each of the layout's directories.
+        accept_unverified: Whether a file that is exactly a payload is a block.
     """
 
-    def __init__(self, spec: StoreSpec, layout: BlockLayout, file_systems: Sequence[FileSystem]) -> None:
+    def __init__(
+        self,
+        spec: StoreSpec,
+        layout: BlockLayout,
+        file_systems: Sequence[FileSystem],
+        *,
+        accept_unverified: bool,
+    ) -> None:
         self._spec = spec
         self._layout = layout
         self._file_systems = file_systems
-        self._file_bytes = file_bytes(spec)
+        self._accept_unverified = accept_unverified
+        self._written_sizes = (file_bytes(spec),)
+        self._stored_sizes = (*self._written_sizes, *((spec.block_bytes,) if accept_unverified else ()))
         self.can_read_now = any(found.in_memory or found.prompt for found in file_systems)
         self.can_write_now = any(found.in_memory for found in file_systems)
 
     def look(self, key: BlockKey) -> Verdict:
         """Tell whether a block of the right size is stored."""
         try:
-            return DONE if is_stored(self._layout.path(key), self._file_bytes) else _MISSING
+            return DONE if is_stored(self._layout.path(key), self._stored_sizes) else _MISSING
         except OSError as exc:
             return _failed(exc)
 
@@ -66,7 +77,7 @@ class BlockFiles:
         found = self._file_system(key)
         if found.in_memory:
             return self.look(key)
-        if found.prompt and found.prompt.is_stored(self._layout.name(key), self._file_bytes):
+        if found.prompt and found.prompt.is_stored(self._layout.name(key), self._stored_sizes):
             return DONE
         return None
 
@@ -74,14 +85,22 @@ class BlockFiles:
         """Read a block into its segments."""
         path, flags = self._layout.path(block.key), self._file_system(block.key).in_place_flags
         try:
-            read_block(path, self._spec, block, lease, scratch, flags)
+            verified = read_block(
+                path,
+                self._spec,
+                block,
+                lease,
+                scratch,
+                flags,
+                accept_unverified=self._accept_unverified,
+            )
         except (FileNotFoundError, NotADirectoryError):
             return _MISSING
         except BlockCorruptError as exc:
             return Verdict(BlockStatus.CORRUPT, str(exc))
         except OSError as exc:
             return _failed(exc)
-        return DONE
+        return DONE if verified else UNVERIFIED
 
     def load_now(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict | None:
         """See `load`."""
@@ -98,7 +117,7 @@ class BlockFiles:
         path = self._layout.path(block.key)
         preallocates = self._file_system(block.key).preallocates
         try:
-            if is_stored(path, self._file_bytes):
+            if is_stored(path, self._written_sizes):
                 return _STORED_ALREADY
             temp = self._layout.temp_path(block.key, new_writer_name())
             write_block(path, temp, self._spec, block, lease, preallocates=preallocates)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ucm.store.errors import StoreConfigError
-from ucm.store.options import as_directories, as_int, as_seconds, reject_unknown
+from ucm.store.options import as_bool, as_directories, as_int, as_seconds, reject_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +28,9 @@ class PosixStoreConfig:
         dump_timeout_s: The same for a dump, a delete, each step of a scan, and opening
             the store.
         lookup_timeout_s: The same for a lookup.
+        accept_unverified: Whether a file that is exactly a payload, as UCM's native store
+            writes it, is a block. It has neither checksum nor identity: name and size
+            are all there is to know it by.
     """
 
     storage_backends: tuple[str, ...]
@@ -35,6 +38,7 @@ class PosixStoreConfig:
     load_timeout_s: float = 5.0
     dump_timeout_s: float = 30.0
     lookup_timeout_s: float = 2.0
+    accept_unverified: bool = True
 
     def __post_init__(self) -> None:
         parsed: dict[str, object] = {
@@ -43,6 +47,7 @@ class PosixStoreConfig:
             "load_timeout_s": as_seconds("load_timeout_s", self.load_timeout_s),
             "dump_timeout_s": as_seconds("dump_timeout_s", self.dump_timeout_s),
             "lookup_timeout_s": as_seconds("lookup_timeout_s", self.lookup_timeout_s),
+            "accept_unverified": as_bool("accept_unverified", self.accept_unverified),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)

@@ -25,7 +25,7 @@ from ucm.store.posix.block_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ucm.store.interface import Block, BlockKey, StoreSpec
     from ucm.store.posix.lease import HostLease
@@ -78,8 +78,8 @@ class Scratch:
         return self._bounce
 
 
-def is_stored(path: str, size: int) -> bool:
-    """Tell whether `path` is a readable regular file of exactly `size` bytes.
+def is_stored(path: str, sizes: Collection[int]) -> bool:
+    """Tell whether `path` is a readable regular file of one of these sizes.
 
     Raises:
         OSError: Storage failed; a missing file or directory is no failure.
@@ -89,12 +89,19 @@ def is_stored(path: str, size: int) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     mode = found.st_mode
-    return found.st_size == size and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
+    return found.st_size in sizes and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
 
 
 def read_block(
-    path: str, spec: StoreSpec, block: Block, lease: HostLease, scratch: Scratch, in_place_flags: int | None
-) -> None:
+    path: str,
+    spec: StoreSpec,
+    block: Block,
+    lease: HostLease,
+    scratch: Scratch,
+    in_place_flags: int | None,
+    *,
+    accept_unverified: bool,
+) -> bool:
     """Fill the block's segments from `path` and verify them.
 
     Args:
@@ -104,6 +111,10 @@ def read_block(
         lease: Guards the segments.
         scratch: The calling worker's.
         in_place_flags: Of its `FileSystem`.
+        accept_unverified: A file that is exactly a payload will do.
+
+    Returns:
+        False for such a file.
 
     Raises:
         FileNotFoundError: There is no such block.
@@ -124,12 +135,15 @@ def read_block(
                 done = _read_in_place(descriptor, buffers, in_place_flags)
         if done < wanted:
             done = _read_staged(descriptor, buffers, done, lease, scratch.bounce)
+        if done == spec.block_bytes and accept_unverified:
+            return False
         if done != wanted:
             length = "longer" if done > wanted else "shorter"
             raise BlockCorruptError(f"{length} than {wanted} bytes")
         with lease:
             checksum = payload_checksum(block.segments)
         check_footer(scratch.tail[:FOOTER_BYTES], spec, block.key, checksum)
+        return True
     except BlockCorruptError:
         # Kept, it would fail every later request; removed, the next dump writes it anew.
         _remove_if_same(path, descriptor)

@@ -30,7 +30,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs"})
 
@@ -87,10 +87,10 @@ class PromptDirectory:
 
     def works_with(self, name: str, size: int) -> bool:
         """Tell whether the kernel can do all this, by a file that has just been written."""
-        return self.is_stored(name, size) and self.read(name, [memoryview(bytearray(size + 1))], size)
+        return self.is_stored(name, (size,)) and self.read(name, [memoryview(bytearray(size + 1))], size)
 
-    def is_stored(self, name: str, size: int) -> bool:
-        """Tell whether `name` is certainly a readable regular file of `size` bytes."""
+    def is_stored(self, name: str, sizes: Collection[int]) -> bool:
+        """Tell whether `name` is certainly a readable regular file of one of these sizes."""
         descriptor = self.open_cached(name, _LOOK_ADDRESS)
         if descriptor < 0:
             return False
@@ -99,7 +99,7 @@ class PromptDirectory:
         finally:
             os.close(descriptor)
         mode = found.st_mode
-        return found.st_size == size and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
+        return found.st_size in sizes and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
 
     def read(self, name: str, buffers: Sequence[memoryview], size: int) -> bool:
         """Read all `size` bytes of `name`; False leaves the buffers in an unspecified state.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ucm.store.counters import StoreCounters
 from ucm.store.errors import StoreConfigError, StoreUnavailableError
 from ucm.store.interface import Block, BlockKey, BlockStatus, KVStore, StoreSpec, StoreStats, check_blocks
-from ucm.store.posix.blocks import DONE, BlockFiles, Verdict
+from ucm.store.posix.blocks import DONE, UNVERIFIED, BlockFiles, Verdict
 from ucm.store.posix.call import Call
 from ucm.store.posix.engine import SharedEngine, Urgency
 from ucm.store.posix.file_io import is_block_of, prepare_directory
@@ -63,7 +63,12 @@ class PosixStore(KVStore):
         self._closed = False
         self._engine = SharedEngine.acquire(config.io_threads)
         try:
-            self._files = BlockFiles(spec, self._layout, self._prepare_directories())
+            self._files = BlockFiles(
+                spec,
+                self._layout,
+                self._prepare_directories(),
+                accept_unverified=config.accept_unverified,
+            )
         except BaseException:
             self.close()
             raise
@@ -127,7 +132,7 @@ class PosixStore(KVStore):
         def finish(verdicts: Sequence[Verdict | None]) -> list[BlockStatus]:
             judged = self._judge("load", [block.key for block in blocks], verdicts, timeout_s)
             statuses = [verdict.status for verdict in judged]
-            self._counters.loaded(statuses)
+            self._counters.loaded(statuses, unverified=judged.count(UNVERIFIED))
             return statuses
 
         return Call(

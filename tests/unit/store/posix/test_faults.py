@@ -457,7 +457,7 @@ def test_what_is_not_in_the_page_cache_loads_byte_for_byte(
 
 
 @pytest.mark.parametrize("reading", [no_page_cache, half_in_the_page_cache])
-@pytest.mark.parametrize("length", [0, 100, 4500, 5000, 5063, 5065, 20_000])
+@pytest.mark.parametrize("length", [0, 100, 4500, 4999, 5001, 5063, 5065, 20_000])
 def test_a_wrong_length_is_seen_in_a_staged_read_too(
     store: PosixStore, tmp_path: Path, reading: Callable[..., int], length: int
 ) -> None:

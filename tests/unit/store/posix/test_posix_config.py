@@ -11,7 +11,7 @@ from ucm.store.posix.config import OPTION_NAMES, PosixStoreConfig
 
 def test_where_to_store_is_all_that_is_required() -> None:
     config = PosixStoreConfig.from_mapping({"storage_backends": "/mnt/a"})
-    assert config == PosixStoreConfig(("/mnt/a",), 8, 5.0, 30.0, 2.0)
+    assert config == PosixStoreConfig(("/mnt/a",), 8, 5.0, 30.0, 2.0, accept_unverified=True)
 
 
 def test_where_to_store_is_required() -> None:
@@ -26,9 +26,12 @@ def test_every_option_can_be_given_as_text() -> None:
         "load_timeout_s": "1.5",
         "dump_timeout_s": "60",
         "lookup_timeout_s": "0.5",
+        "accept_unverified": "false",
     }
     assert raw.keys() == OPTION_NAMES
-    assert PosixStoreConfig.from_mapping(raw) == PosixStoreConfig(("/a", "/b"), 16, 1.5, 60.0, 0.5)
+    assert PosixStoreConfig.from_mapping(raw) == PosixStoreConfig(
+        ("/a", "/b"), 16, 1.5, 60.0, 0.5, accept_unverified=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ def test_every_option_can_be_given_as_text() -> None:
         ("load_timeout_s", 0),
         ("dump_timeout_s", "soon"),
         ("lookup_timeout_s", None),
+        ("accept_unverified", "perhaps"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option(option: str, value: object) -> None:

@@ -182,19 +182,19 @@ def shorter(path: Path) -> None:
 def test_what_is_no_block_file_is_left_to_the_workers(tmp_path: Path, change: Callable[[Path], None]) -> None:
     prompt, name = PromptDirectory(str(tmp_path / SPEC.namespace)), name_of(tmp_path, 1)
     room = [memoryview(bytearray(SIZE + 1))]
-    assert prompt.is_stored(name, SIZE)
+    assert prompt.is_stored(name, (SIZE,))
     assert prompt.read(name, room, SIZE)
 
     change(path_of(tmp_path, 1))
 
-    assert not prompt.is_stored(name, SIZE)
+    assert not prompt.is_stored(name, (SIZE,))
     assert not prompt.read(name, room, SIZE)
 
 
 @pytest.mark.usefixtures("store")
 def test_an_unreadable_block_is_no_hit(tmp_path: Path) -> None:
     path_of(tmp_path, 1).chmod(0)
-    assert not PromptDirectory(str(tmp_path / SPEC.namespace)).is_stored(name_of(tmp_path, 1), SIZE)
+    assert not PromptDirectory(str(tmp_path / SPEC.namespace)).is_stored(name_of(tmp_path, 1), (SIZE,))
 
 
 def test_a_file_that_is_only_partly_cached_is_left_to_the_workers(tmp_path: Path) -> None:

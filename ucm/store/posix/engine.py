@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.posix.file_io import Scratch
-from ucm.store.posix.lease import HostLease, LeaseRevokedError
+from ucm.store.posix.lease import CALLERS_OWN, HostLease, LeaseRevokedError
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
 # So much data is worth one more thread from the start.
-_BYTES_PER_THREAD = 4 * 1024 * 1024
+_BYTES_PER_THREAD = 2 * 1024 * 1024
+# What waits for nothing is work for processors; more threads than those only fight for the GIL.
+_PROCESSORS = os.cpu_count() or 1
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
@@ -98,6 +101,21 @@ class _Batch(Generic[T]):
             error = exc
         self._settle(finished, error)
 
+    def help(self, attempt: Work[T | None], scratch: Scratch, deadline: float) -> bool:
+        """Handle items in the caller's own thread; False if what is left has to wait for storage."""
+        finished = 0
+        stuck = False
+        while time.monotonic() < deadline and (index := self._take()) is not None:
+            result = attempt(index, scratch, CALLERS_OWN)
+            if result is None:
+                self._todo.appendleft(index)
+                stuck = True
+                break
+            self._results[index - self._first] = result
+            finished += 1
+        self._settle(finished)
+        return not stuck
+
     def cancel(self) -> None:
         """Send the caller home with what there is."""
         with self._lock:
@@ -152,10 +170,10 @@ _caller = _CallerMemory()
 
 def _attempt(work: Work[T | None], count: int, deadline: float) -> list[T]:
     """Return the results of the items before the first one to which `work` answers None."""
-    scratch, lease = _caller.scratch, HostLease()
+    scratch = _caller.scratch
     results: list[T] = []
     for index in range(count):
-        result = work(index, scratch, lease)
+        result = work(index, scratch, CALLERS_OWN)
         if result is None or time.monotonic() > deadline:
             break
         results.append(result)
@@ -200,9 +218,9 @@ class IoEngine:
             timeout_s: From now until this call returns, finished or not.
             moved_bytes: How much the batch moves: decides how many threads begin. More
                 workers join a batch that takes long.
-            attempt: Called in this thread first, unless there is so much to do that
-                several workers are faster. Never waits for storage; None leaves this
-                item and those after it to the workers: they hardly are any better.
+            attempt: Called in this thread first, beside some workers if there is much to
+                do. Never waits for storage; None leaves this item and those after it
+                to the workers: they hardly are any better.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -216,14 +234,22 @@ class IoEngine:
             return []
         deadline = time.monotonic() + timeout_s
         threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
+        helpers = 0 if attempt is None else min(threads, _PROCESSORS) - 1
         results: list[T | None] = []
-        if attempt is not None and threads == 1:
+        if attempt is not None and not helpers:
             results += _attempt(attempt, count, deadline)
             if len(results) == count:
                 return results
         batch = _Batch(range(len(results), count), work, urgency)
         try:
-            self._submit(batch, threads)
+            if attempt is not None and helpers:
+                self._submit(batch, helpers)
+                if batch.help(attempt, _caller.scratch, deadline):
+                    threads = helpers
+                else:
+                    self._call(threads - helpers)
+            else:
+                self._submit(batch, threads)
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())

@@ -57,3 +57,20 @@ class HostLease:
             if self._inside:
                 self._left = threading.Condition(self._lock)
                 self._left.wait_for(lambda: not self._inside)
+
+
+class _CallersOwn(HostLease):
+    """What the caller itself works under: nobody can take its memory away."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+CALLERS_OWN = _CallersOwn()

@@ -35,6 +35,8 @@ class StoreCounters:
             self._stats.loaded += done
             self._stats.loaded_unverified += unverified
             self._stats.loaded_bytes += done * self._block_bytes
+            if done == len(statuses):  # The usual case.
+                return
             self._stats.load_missing += statuses.count(BlockStatus.MISSING)
             self._stats.load_corrupt += statuses.count(BlockStatus.CORRUPT)
             self._stats.load_failed += statuses.count(BlockStatus.FAILED)

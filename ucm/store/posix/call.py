@@ -4,46 +4,64 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from ucm.store.posix.lease import LeaseRevokedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ucm.store.posix.blocks import Verdict
-    from ucm.store.posix.engine import IoEngine, Urgency, Work
+    from ucm.store.posix.engine import IoEngine, Urgency
     from ucm.store.posix.file_io import Scratch
     from ucm.store.posix.lease import HostLease
 
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call(Generic[V]):
+class Call(ABC, Generic[V]):
     """One store's part of a batch.
 
-    Args:
+    Attributes:
+        urgency: The order among batches.
         engine: The same for all calls of a batch.
         count: Number of items.
-        work: Handles one of them, in a worker.
-        attempt: Does the same at once in the caller's thread, or returns None; None for a
-            call that has to wait in any case.
-        urgency: The order among batches.
         timeout_s: How long the caller waits.
-        moved_bytes: How much the call moves.
-        finish: Turns the verdicts, None where there is none in time, into the call's result.
+        item_bytes: How much one item moves.
+        can_attempt: Whether `attempt` ever does anything.
     """
 
-    engine: IoEngine
-    count: int
-    work: Work[Verdict]
-    attempt: Work[Verdict | None] | None = None
-    urgency: Urgency
-    timeout_s: float
-    moved_bytes: int = 0
-    finish: Callable[[Sequence[Verdict | None]], V]
+    __slots__ = ("can_attempt", "count", "engine", "item_bytes", "timeout_s")
+
+    urgency: ClassVar[Urgency]
+
+    def __init__(
+        self,
+        engine: IoEngine,
+        count: int,
+        timeout_s: float,
+        *,
+        can_attempt: bool = False,
+        item_bytes: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.count = count
+        self.timeout_s = timeout_s
+        self.can_attempt = can_attempt
+        self.item_bytes = item_bytes
+
+    @abstractmethod
+    def work(self, index: int, scratch: Scratch, lease: HostLease, /) -> Verdict:
+        """Handle one item, in a worker."""
+
+    def attempt(self, index: int, scratch: Scratch, lease: HostLease, /) -> Verdict | None:
+        """Do the same at once in the caller's thread, or return None if it has to wait."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def finish(self, verdicts: list[Verdict | None]) -> V:
+        """Turn the verdicts, None where there is none in time, into the call's result."""
 
     def run(self, since: float) -> V:
         """Run this call alone; its time began at `since`, on the monotonic clock.
@@ -56,8 +74,8 @@ class Call(Generic[V]):
             self.count,
             urgency=self.urgency,
             timeout_s=since + self.timeout_s - time.monotonic(),
-            moved_bytes=self.moved_bytes,
-            attempt=self.attempt,
+            moved_bytes=self.count * self.item_bytes,
+            attempt=self.attempt if self.can_attempt else None,
         )
         return self.finish(verdicts)
 
@@ -78,7 +96,9 @@ def run_calls(calls: Sequence[Call[V]], since: float) -> list[V | Exception]:
     """
     if len(calls) == 1:
         return [calls[0].run(since)]
-    items = [(call, index) for call in calls for index in range(call.count)]
+    # Large items first: a large one begun last would leave the other threads with nothing to do.
+    by_size = sorted(calls, key=lambda call: call.item_bytes, reverse=True)
+    items = [(call, index) for call in by_size for index in range(call.count)]
 
     def work(item: int, scratch: Scratch, lease: HostLease) -> Verdict | Exception:
         call, index = items[item]
@@ -92,7 +112,7 @@ def run_calls(calls: Sequence[Call[V]], since: float) -> list[V | Exception]:
     def attempt(item: int, scratch: Scratch, lease: HostLease) -> Verdict | Exception | None:
         call, index = items[item]
         try:
-            return None if call.attempt is None else call.attempt(index, scratch, lease)
+            return call.attempt(index, scratch, lease) if call.can_attempt else None
         except Exception as exc:  # As above.
             return exc
 
@@ -101,16 +121,16 @@ def run_calls(calls: Sequence[Call[V]], since: float) -> list[V | Exception]:
         len(items),
         urgency=min(call.urgency for call in calls),
         timeout_s=since + min(call.timeout_s for call in calls) - time.monotonic(),
-        moved_bytes=sum(call.moved_bytes for call in calls),
-        attempt=attempt if any(call.attempt for call in calls) else None,
+        moved_bytes=sum(call.count * call.item_bytes for call in calls),
+        attempt=attempt if any(call.can_attempt for call in calls) else None,
     )
-    results: list[V | Exception] = []
+    results: dict[Call[V], V | Exception] = {}
     first = 0
-    for call in calls:
+    for call in by_size:
         result: V | Exception = _result(call, outcomes[first : first + call.count])
-        results.append(result)
+        results[call] = result
         first += call.count
-    return results
+    return [results[call] for call in calls]
 
 
 def _result(call: Call[V], outcomes: Sequence[Verdict | Exception | None]) -> V | Exception:

@@ -250,8 +250,8 @@ def test_threads_do_not_grow_with_the_pools_and_end_with_the_last(tmp_path: Path
 
 def test_stores_that_ask_for_different_thread_counts_share_the_larger(tmp_path: Path) -> None:
     small, large = open_stores(tmp_path, 1, io_threads=1), open_stores(tmp_path, 1, io_threads=5)
-    assert small[0]._engine is large[0]._engine
-    assert small[0]._engine._limit == 5
+    assert small[0].engine is large[0].engine
+    assert small[0].engine._limit == 5
     small[0].close()
     large[0].close()
 

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: MIT
+"""What can be asked of a PosixStore: verdicts come in, an answer goes out, counted and with a warning."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from ucm.store.interface import BlockStatus
+from ucm.store.posix.blocks import DONE, UNVERIFIED, Verdict
+from ucm.store.posix.call import Call
+from ucm.store.posix.engine import Urgency
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucm.store.interface import Block, BlockKey
+    from ucm.store.posix.file_io import Scratch
+    from ucm.store.posix.lease import HostLease
+    from ucm.store.posix.store import PosixStore
+
+logger = logging.getLogger(__name__)
+
+_LOSSES = (BlockStatus.CORRUPT, BlockStatus.FAILED)
+
+V = TypeVar("V")
+
+
+class _Operation(Call[V]):
+    """A call on blocks of one store."""
+
+    __slots__ = ("store",)
+
+    name: ClassVar[str]
+    store: PosixStore
+
+    def key(self, index: int) -> BlockKey:
+        """Return which block an item is about."""
+        raise NotImplementedError
+
+    def judge(self, verdicts: list[Verdict | None]) -> list[Verdict]:
+        """Replace verdicts that did not come in time, and tell what was lost."""
+        judged = [verdict for verdict in verdicts if verdict is not None]
+        if len(judged) < len(verdicts):
+            self.store.counters.missed_deadline()
+            late = Verdict(BlockStatus.FAILED, f"no answer within {self.timeout_s:g} s")
+            judged = [late if verdict is None else verdict for verdict in verdicts]
+        lost = [index for index, verdict in enumerate(judged) if verdict.status in _LOSSES]
+        if lost:
+            self._warn_of_losses(judged, lost[0])
+        return judged
+
+    def _warn_of_losses(self, verdicts: Sequence[Verdict], first: int) -> None:
+        statuses = [verdict.status for verdict in verdicts]
+        logger.warning(
+            "%s %s: %d of %d blocks, %d missing, %d corrupt, %d failed; first %s: %s",
+            self.name,
+            self.store.label,
+            statuses.count(BlockStatus.DONE),
+            len(statuses),
+            statuses.count(BlockStatus.MISSING),
+            statuses.count(BlockStatus.CORRUPT),
+            statuses.count(BlockStatus.FAILED),
+            self.store.layout.path(self.key(first)),
+            verdicts[first].reason,
+        )
+
+
+class _OnKeys(_Operation[list[bool]]):
+    __slots__ = ("keys",)
+
+    def __init__(
+        self, store: PosixStore, keys: Sequence[BlockKey], timeout_s: float, *, can_attempt: bool
+    ) -> None:
+        super().__init__(store.engine, len(keys), timeout_s, can_attempt=can_attempt)
+        self.store = store
+        self.keys = keys
+
+    def key(self, index: int) -> BlockKey:
+        return self.keys[index]
+
+    def finish(self, verdicts: list[Verdict | None]) -> list[bool]:
+        if verdicts.count(DONE) == len(verdicts):
+            return [True] * len(verdicts)
+        return [verdict.status is BlockStatus.DONE for verdict in self.judge(verdicts)]
+
+
+class Lookup(_OnKeys):
+    """Which blocks are stored."""
+
+    __slots__ = ()
+
+    name = "lookup"
+    urgency = Urgency.READ
+
+    def __init__(self, store: PosixStore, keys: Sequence[BlockKey]) -> None:
+        super().__init__(store, keys, store.config.lookup_timeout_s, can_attempt=store.files.can_read_now)
+
+    def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
+        del scratch, lease
+        return self.store.files.look(self.keys[index])
+
+    def attempt(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict | None:
+        del scratch, lease
+        return self.store.files.look_now(self.keys[index])
+
+    def finish(self, verdicts: list[Verdict | None]) -> list[bool]:
+        found = super().finish(verdicts)
+        self.store.counters.looked_up(found)
+        return found
+
+
+class Delete(_OnKeys):
+    """Remove blocks; True where one was removed."""
+
+    __slots__ = ()
+
+    name = "delete"
+    urgency = Urgency.WRITE
+
+    def __init__(self, store: PosixStore, keys: Sequence[BlockKey]) -> None:
+        super().__init__(store, keys, store.config.dump_timeout_s, can_attempt=False)
+
+    def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
+        del scratch, lease
+        return self.store.files.delete(self.keys[index])
+
+
+class _OnBlocks(_Operation[list[BlockStatus]]):
+    __slots__ = ("blocks",)
+
+    def __init__(
+        self, store: PosixStore, blocks: Sequence[Block], timeout_s: float, *, can_attempt: bool
+    ) -> None:
+        super().__init__(
+            store.engine, len(blocks), timeout_s, can_attempt=can_attempt, item_bytes=store.spec.block_bytes
+        )
+        self.store = store
+        self.blocks = blocks
+
+    def key(self, index: int) -> BlockKey:
+        return self.blocks[index].key
+
+
+class Load(_OnBlocks):
+    """Read blocks into their segments."""
+
+    __slots__ = ()
+
+    name = "load"
+    urgency = Urgency.READ
+
+    def __init__(self, store: PosixStore, blocks: Sequence[Block]) -> None:
+        super().__init__(store, blocks, store.config.load_timeout_s, can_attempt=store.files.can_read_now)
+
+    def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
+        return self.store.files.load(self.blocks[index], scratch, lease)
+
+    def attempt(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict | None:
+        return self.store.files.load_now(self.blocks[index], scratch, lease)
+
+    def finish(self, verdicts: list[Verdict | None]) -> list[BlockStatus]:
+        if verdicts.count(DONE) == len(verdicts):
+            statuses, unverified = [BlockStatus.DONE] * len(verdicts), 0
+        else:
+            judged = self.judge(verdicts)
+            statuses, unverified = [verdict.status for verdict in judged], judged.count(UNVERIFIED)
+        self.store.counters.loaded(statuses, unverified)
+        return statuses
+
+
+class Dump(_OnBlocks):
+    """Store blocks, unless they are stored already."""
+
+    __slots__ = ()
+
+    name = "dump"
+    urgency = Urgency.WRITE
+
+    def __init__(self, store: PosixStore, blocks: Sequence[Block]) -> None:
+        super().__init__(store, blocks, store.config.dump_timeout_s, can_attempt=store.files.can_write_now)
+
+    def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
+        del scratch
+        return self.store.files.dump(self.blocks[index], lease)
+
+    def attempt(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict | None:
+        del scratch
+        return self.store.files.dump_now(self.blocks[index], lease)
+
+    def finish(self, verdicts: list[Verdict | None]) -> list[BlockStatus]:
+        judged = self.judge(verdicts)
+        statuses = [verdict.status for verdict in judged]
+        self.store.counters.dumped(judged.count(DONE), statuses.count(BlockStatus.FAILED))
+        return statuses

@@ -24,15 +24,18 @@ class CpuDeployment(Deployment):
 
     Args:
         chunk_tokens: `--chunked-prefill-size`; -1: prompts are never split.
+        tp: `--tp`; each rank is a process, all on this machine's cores.
     """
 
     chunk_tokens: int
+    tp: int = 1
 
     def command(self, port: int) -> list[str]:
         """Return the command line of a server on this port."""
         flags = [
             *_PLATFORM_FLAGS,
             *("--chunked-prefill-size", str(self.chunk_tokens)),
+            *("--tp", str(self.tp)),
             *self.cache_flags(),
             *self.extra_flags,
         ]
@@ -40,6 +43,10 @@ class CpuDeployment(Deployment):
 
     def environment(self) -> dict[str, str]:
         """Return the server's whole environment."""
-        return launch.environment() | selection_environment(
+        environment = launch.environment() | selection_environment(
             self.selection, patched=self.patched, other_plugins=[PLATFORM_NAME]
         )
+        if self.tp > 1:
+            # SGLang binds ranks to NUMA nodes otherwise, and wants as many of them as ranks.
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.tp)))
+        return environment

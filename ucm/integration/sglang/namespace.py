@@ -39,14 +39,6 @@ class RankShard:
             if not 0 <= rank < size:
                 raise ValueError(f"{group}_rank must be in [0, {size}), got {rank}")
 
-    def of_writer(self) -> RankShard:
-        """Return the rank that writes a pool which all TP ranks hold alike.
-
-        SGLang 0.5.23 `HiCacheStorageConfig.is_storage_writer`: rank 0, or with
-        DCP the first rank that holds this DCP shard.
-        """
-        return replace(self, tp_rank=self.dcp_rank)
-
     @property
     def pipeline_suffix(self) -> str:
         """Name the groups that split layers or tokens, where there is more than one rank."""
@@ -56,6 +48,36 @@ class RankShard:
             ("dcp", self.dcp_rank, self.dcp_size),
         )
         return "".join(f"_{name}{rank}_{size}" for name, rank, size in groups if size > 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOwnership:
+    """Whose bytes a rank holds of one pool.
+
+    The rule is SGLang's (0.5.23 `HiCacheStorageConfig.is_storage_writer` and
+    `HybridCacheController.should_backup`); `sglang_compat.pool_ownership` applies it.
+
+    Args:
+        shard: The place of the rank.
+        replicated: Every TP rank holds the same bytes; else each has its own.
+    """
+
+    shard: RankShard
+    replicated: bool
+
+    @property
+    def owner(self) -> RankShard:
+        """The rank that writes these bytes, and under whose name everybody looks them up.
+
+        Two ranks hold the same bytes exactly if they have the same owner. With
+        DCP that is the first rank with this DCP shard.
+        """
+        return replace(self.shard, tp_rank=self.shard.dcp_rank) if self.replicated else self.shard
+
+    @property
+    def writes(self) -> bool:
+        """SGLang lets this rank write the pool."""
+        return self.shard == self.owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +109,7 @@ class CacheNamespace:
         model: The model and the part of it this process holds.
         pool: Name of the pool.
         primary: The pool is stored through SGLang's v1 interface.
-        replicated: Every TP rank holds the same bytes of this pool.
+        ownership: Whose bytes this rank holds.
         dtype: Logical type of the values; all fp8 variants are stored as uint8.
         layout: Order of the bytes in a page.
         page_tokens: Tokens, or states, in a page.
@@ -98,7 +120,7 @@ class CacheNamespace:
     model: ServedModel
     pool: str
     primary: bool
-    replicated: bool
+    ownership: PoolOwnership
     dtype: str
     layout: str
     page_tokens: int
@@ -117,8 +139,8 @@ class CacheNamespace:
         """Text that turns a page hash into the name of this rank's block."""
         if self.primary:
             return self.model.key_suffix
-        shard = self.model.shard.of_writer() if self.replicated else self.model.shard
-        ranks = f"__v2_tp_{shard.tp_rank}_{shard.tp_size}"
+        owner = self.ownership.owner
+        ranks = f"__v2_tp_{owner.tp_rank}_{owner.tp_size}"
         return f"{self.model.key_suffix}{ranks}__pool_{self.pool}__component_0"
 
     @property

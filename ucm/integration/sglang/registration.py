@@ -18,15 +18,16 @@ from ucm.integration.sglang.sglang_compat import (
     has_no_bytes,
     holds_dcp_shard,
     holds_heads,
-    is_replicated,
     is_slot_sharded,
     logical_dtype,
+    pool_ownership,
 )
 from ucm.store.factory import claim_identity, open_store
 from ucm.store.interface import StoreSpec
 
 if TYPE_CHECKING:
     from ucm.integration.sglang.config import UnifiedCacheConfig
+    from ucm.integration.sglang.namespace import PoolOwnership
     from ucm.integration.sglang.sglang_compat import HostPool
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,13 @@ class PoolOpener:
                 "spreads its slots over ranks; only whole pages can be stored: "
                 "start without --enable-kv-cache-sharding",
             )
-        if holds_dcp_shard(host_pool) and self._model.shard.dcp_size == 1:
+        # SGLang 0.5.23 refuses it for all names but two; earlier releases would let it through.
+        if self._model.shard.dcp_size > 1 or holds_dcp_shard(host_pool):
             raise UnsupportedPoolError.because(
                 name,
                 host_pool,
-                "holds the part of one DCP rank, but this SGLang release does not say which: "
-                "start without decode context parallelism",
+                "holds only the tokens of one rank (decode context parallelism); only whole pages can be "
+                "stored: start without --dcp-size, or with --hicache-storage-backend file",
             )
         staged = name == STATE_POOL
         access = (StagedAccess if staged else ZeroCopyAccess)(name, host_pool)
@@ -101,7 +103,7 @@ class PoolOpener:
             model=self._model,
             pool=name,
             primary=primary,
-            replicated=is_replicated(name, host_pool, self._model),
+            ownership=pool_ownership(name, host_pool, self._model),
             dtype=logical_dtype(host_pool),
             layout=byte_order(host_pool),
             page_tokens=access.indices_per_page,
@@ -112,13 +114,14 @@ class PoolOpener:
         spec = StoreSpec(namespace.directory, namespace.segment_bytes, namespace.identity_digest)
         store = open_store(spec, self._config.store)
         logger.info(
-            "pool %s: %d x %d bytes per page of %s (%s), %s, below %r",
+            "pool %s: %d x %d bytes per page of %s (%s), %s, %s, below %r",
             name,
             len(namespace.component_bytes),
             namespace.component_bytes[0],
             namespace.dtype,
             namespace.layout,
             "staged" if staged else "zero copy",
+            _told(namespace.ownership),
             namespace.directory,
         )
         return RegisteredPool(
@@ -136,6 +139,12 @@ def require_host_pool(name: str, candidate: object) -> HostPool:
             "gives no page pointers; such a pool cannot be stored: start without --hicache-storage-backend",
         )
     return host_pool
+
+
+def _told(ownership: PoolOwnership) -> str:
+    if not ownership.replicated:
+        return "this rank's own"
+    return f"the same on all TP ranks, written by {'this one' if ownership.writes else 'another'}"
 
 
 def _logical(name: str, host_pool: HostPool) -> LogicalPool:

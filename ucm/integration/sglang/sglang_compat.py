@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from sglang.srt.mem_cache import hicache_storage
 
-from ucm.integration.sglang.namespace import RankShard, ServedModel
+from ucm.integration.sglang.namespace import PoolOwnership, RankShard, ServedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,14 +165,15 @@ def holds_heads(host_pool: HostPool) -> bool:
     return hasattr(host_pool, "head_num")
 
 
-def is_replicated(pool: str, host_pool: HostPool, model: ServedModel) -> bool:
-    """Tell whether every TP rank holds the same bytes of this pool.
+def pool_ownership(pool: str, host_pool: HostPool, model: ServedModel) -> PoolOwnership:
+    """Tell whose bytes this rank holds of a pool.
 
-    Only a rank-replicated model has such pools, and only rank 0 writes them. Its
+    Only a rank-replicated model has pools that are the same on every TP rank. Its
     linear-attention states are split all the same, and so is a pool of attention
     heads, as the draft of an MLA model may be.
     """
-    return model.replicated and pool != STATE_POOL and not holds_heads(host_pool)
+    replicated = model.replicated and pool != STATE_POOL and not holds_heads(host_pool)
+    return PoolOwnership(shard=model.shard, replicated=replicated)
 
 
 def page_parts(meta: PageMeta, pages: int) -> tuple[Sequence[int], Sequence[int], int]:

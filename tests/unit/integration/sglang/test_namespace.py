@@ -3,12 +3,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ucm.integration.sglang.namespace import CacheNamespace, RankShard, ServedModel, block_keys
+from ucm.integration.sglang.namespace import (
+    CacheNamespace,
+    PoolOwnership,
+    RankShard,
+    ServedModel,
+    block_keys,
+)
 
 TP2 = RankShard(tp_rank=1, tp_size=2)
 
@@ -30,7 +37,9 @@ def namespace(
         model=ServedModel(name=name, shard=shard, replicated=model_replicated),
         pool=pool,
         primary=primary,
-        replicated=model_replicated if replicated is None else replicated,
+        ownership=PoolOwnership(
+            shard=shard, replicated=model_replicated if replicated is None else replicated
+        ),
         dtype=dtype,
         layout=layout,
         page_tokens=page_tokens,
@@ -155,67 +164,84 @@ SIZES = st.integers(1, 3)
 
 
 @st.composite
-def shards(draw: st.DrawFn) -> RankShard:
-    sizes = {group: draw(SIZES) for group in ("pp", "cp")}
-    dcp_size = draw(SIZES)
+def servers(draw: st.DrawFn) -> list[RankShard]:
+    """All ranks of one server; DCP divides the ranks of a TP group in turn."""
+    pp_size, cp_size, dcp_size = draw(SIZES), draw(SIZES), draw(SIZES)
     tp_size = dcp_size * draw(SIZES)
-    tp_rank = draw(st.integers(0, tp_size - 1))
-    return RankShard(
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        pp_rank=draw(st.integers(0, sizes["pp"] - 1)),
-        pp_size=sizes["pp"],
-        cp_rank=draw(st.integers(0, sizes["cp"] - 1)),
-        cp_size=sizes["cp"],
-        dcp_rank=tp_rank % dcp_size,
-        dcp_size=dcp_size,
-    )
+    return [
+        RankShard(
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            dcp_rank=tp_rank % dcp_size,
+            dcp_size=dcp_size,
+        )
+        for pp_rank in range(pp_size)
+        for cp_rank in range(cp_size)
+        for tp_rank in range(tp_size)
+    ]
 
 
-def holds(shard: RankShard, *, replicated: bool) -> RankShard:
-    """The rank whose bytes this rank holds."""
-    return shard.of_writer() if replicated else shard
+SHARDS = servers().flatmap(st.sampled_from)
+
+
+def held_part(shard: RankShard, *, replicated: bool) -> tuple[object, ...]:
+    """What a rank holds of a pool: layers, tokens, and its share of them unless all TP ranks hold alike."""
+    share = () if replicated else (shard.tp_rank, shard.tp_size)
+    layers, tokens = (shard.pp_rank, shard.pp_size), (shard.cp_rank, shard.cp_size)
+    return (*layers, *tokens, shard.dcp_rank, shard.dcp_size, *share)
 
 
 MODELS = st.sampled_from(["m", "m_0_2", "m_0", "a/b", "a-b", "m__pool_swa", "m_pp0_2"])
 POOLS = st.sampled_from(["kv", "swa", "mamba", "deepseek_v4_c4", "deepseek_v4_c4_state"])
 
 
-@given(first=shards(), second=shards(), model_replicated=st.booleans(), replicated=st.booleans(), pool=POOLS)
-def test_two_ranks_share_a_sidecar_key_exactly_when_they_hold_the_same_bytes(
-    first: RankShard, second: RankShard, model_replicated: bool, replicated: bool, pool: str
+@st.composite
+def kinds(draw: st.DrawFn) -> dict[str, Any]:
+    """Keywords of `namespace` that say which pool of which kind of model it is."""
+    model_replicated, primary = draw(st.booleans()), draw(st.booleans())
+    return {
+        "model_replicated": model_replicated,
+        "replicated": model_replicated and (primary or draw(st.booleans())),
+        "primary": primary,
+        "pool": "kv" if primary else draw(POOLS),
+    }
+
+
+@given(ranks=servers(), kind=kinds())
+def test_ranks_of_a_server_share_a_key_exactly_when_they_hold_the_same_bytes(
+    ranks: list[RankShard], kind: dict[str, Any]
 ) -> None:
-    replicated = replicated and model_replicated
-    texts = [
-        key_text(
-            namespace(
-                shard=shard,
-                model_replicated=model_replicated,
-                replicated=replicated,
-                pool=pool,
-                primary=False,
-            )
-        )
-        for shard in (first, second)
+    texts = [key_text(namespace(shard=shard, **kind)) for shard in ranks]
+    parts = [held_part(shard, replicated=kind["replicated"]) for shard in ranks]
+
+    assert len(set(texts)) == len(set(parts)) == len(set(zip(texts, parts, strict=True)))
+
+
+@given(first=SHARDS, second=SHARDS, kind=kinds())
+def test_ranks_of_two_servers_share_a_key_only_when_they_hold_the_same_bytes(
+    first: RankShard, second: RankShard, kind: dict[str, Any]
+) -> None:
+    texts = [key_text(namespace(shard=shard, **kind)) for shard in (first, second)]
+    parts = [held_part(shard, replicated=kind["replicated"]) for shard in (first, second)]
+
+    assert texts[0] != texts[1] or parts[0] == parts[1]
+
+
+@given(ranks=servers(), replicated=st.booleans())
+def test_exactly_one_of_the_ranks_that_hold_the_same_bytes_writes_them(
+    ranks: list[RankShard], replicated: bool
+) -> None:
+    writers = [
+        held_part(shard, replicated=replicated)
+        for shard in ranks
+        if PoolOwnership(shard=shard, replicated=replicated).writes
     ]
-    same_bytes = holds(first, replicated=replicated) == holds(second, replicated=replicated)
-    assert (texts[0] == texts[1]) == same_bytes
 
-
-@given(first=shards(), second=shards(), model_replicated=st.booleans())
-def test_two_ranks_of_one_server_share_a_primary_key_exactly_when_they_hold_the_same_bytes(
-    first: RankShard, second: RankShard, model_replicated: bool
-) -> None:
-    second = replace(
-        first,
-        tp_rank=second.tp_rank % first.tp_size,
-        pp_rank=second.pp_rank % first.pp_size,
-        cp_rank=second.cp_rank % first.cp_size,
-        dcp_rank=second.tp_rank % first.tp_size % first.dcp_size,
-    )
-    texts = [key_text(namespace(shard=shard, model_replicated=model_replicated)) for shard in (first, second)]
-    same = holds(first, replicated=model_replicated) == holds(second, replicated=model_replicated)
-    assert (texts[0] == texts[1]) == same
+    assert sorted(writers) == sorted({held_part(shard, replicated=replicated) for shard in ranks})
 
 
 HASHES = st.text(alphabet="0123456789abcdef", min_size=1, max_size=8)
@@ -224,7 +250,7 @@ HASHES = st.text(alphabet="0123456789abcdef", min_size=1, max_size=8)
 @given(
     hashes=st.tuples(HASHES, HASHES),
     names=st.tuples(MODELS, MODELS),
-    ranks=st.tuples(shards(), shards()),
+    ranks=st.tuples(SHARDS, SHARDS),
     replicated=st.booleans(),
     pools=st.tuples(POOLS, POOLS),
     primary=st.booleans(),

@@ -133,19 +133,19 @@ def test_which_pools_of_a_rank_replicated_model_are_replicated(
     pools = host_pools(model, page_tokens=256 if isinstance(model, DeepSeekV4Model) else 64, pages=4)
     served = ServedModel(name="m", shard=RankShard(tp_rank=1, tp_size=2), replicated=True)
 
-    assert sglang_compat.is_replicated(pool, pools[pool], served) is replicated
+    assert sglang_compat.pool_ownership(pool, pools[pool], served).replicated is replicated
 
 
 def test_a_draft_with_attention_heads_is_split_even_beside_a_replicated_model() -> None:
     served = ServedModel(name="m", shard=RankShard(), replicated=True)
 
-    assert not sglang_compat.is_replicated("draft", host_pools(MhaModel()).anchor, served)
+    assert not sglang_compat.pool_ownership("draft", host_pools(MhaModel()).anchor, served).replicated
 
 
 def test_nothing_is_replicated_in_a_model_of_attention_heads() -> None:
     served = ServedModel(name="m", shard=RankShard(), replicated=False)
 
-    assert not sglang_compat.is_replicated("indexer", host_pools(DsaModel())["indexer"], served)
+    assert not sglang_compat.pool_ownership("indexer", host_pools(DsaModel())["indexer"], served).replicated
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""BlockFiles: what is done with one block, and the verdict on it."""
+"""What is done with one block, and the verdict on it; BlockFiles keeps blocks in files."""
 
 from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.store.errors import BlockCorruptError
@@ -31,15 +32,59 @@ class Verdict(NamedTuple):
 
 DONE = Verdict(BlockStatus.DONE)
 UNVERIFIED = Verdict(BlockStatus.DONE, "nothing to verify it by")
-_STORED_ALREADY = Verdict(BlockStatus.DONE, "stored already")
-_MISSING = Verdict(BlockStatus.MISSING)
+STORED_ALREADY = Verdict(BlockStatus.DONE, "stored already")
+MISSING = Verdict(BlockStatus.MISSING)
 
 
-class BlockFiles:
-    """The block files of one namespace.
+class StoredBlocks(ABC):
+    """The stored blocks of one namespace.
 
     Those methods that end in `_now` never wait for storage, and return None where
     they would have to.
+
+    Attributes:
+        can_read_now: Whether `look_now` and `load_now` do anything.
+        can_write_now: The same for `dump_now`.
+    """
+
+    can_read_now = False
+    can_write_now = False
+
+    @abstractmethod
+    def where(self, key: BlockKey) -> str:
+        """Return where a block is, for messages."""
+
+    @abstractmethod
+    def look(self, key: BlockKey) -> Verdict:
+        """Tell whether a block is stored."""
+
+    @abstractmethod
+    def load(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict:
+        """Read a block into its segments."""
+
+    @abstractmethod
+    def dump(self, block: Block, lease: HostLease) -> Verdict:
+        """Store a block unless it is stored already."""
+
+    @abstractmethod
+    def delete(self, key: BlockKey) -> Verdict:
+        """Remove a block; `MISSING` if there is none."""
+
+    def look_now(self, key: BlockKey) -> Verdict | None:
+        """See `look`."""
+        raise NotImplementedError
+
+    def load_now(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict | None:
+        """See `load`."""
+        raise NotImplementedError
+
+    def dump_now(self, block: Block, lease: HostLease) -> Verdict | None:
+        """See `dump`."""
+        raise NotImplementedError
+
+
+class BlockFiles(StoredBlocks):
+    """The block files of one namespace.
 
     Args:
         spec: What the blocks are.
@@ -65,12 +110,16 @@ class BlockFiles:
         self.can_read_now = any(found.in_memory or found.prompt for found in file_systems)
         self.can_write_now = any(found.in_memory for found in file_systems)
 
+    def where(self, key: BlockKey) -> str:
+        """Return the block's file."""
+        return self._layout.path(key)
+
     def look(self, key: BlockKey) -> Verdict:
         """Tell whether a block of the right size is stored."""
         try:
-            return DONE if is_stored(self._layout.path(key), self._stored_sizes) else _MISSING
+            return DONE if is_stored(self._layout.path(key), self._stored_sizes) else MISSING
         except OSError as exc:
-            return _failed(exc)
+            return failed(exc)
 
     def look_now(self, key: BlockKey) -> Verdict | None:
         """See `look`."""
@@ -95,11 +144,11 @@ class BlockFiles:
                 accept_unverified=self._accept_unverified,
             )
         except (FileNotFoundError, NotADirectoryError):
-            return _MISSING
+            return MISSING
         except BlockCorruptError as exc:
             return Verdict(BlockStatus.CORRUPT, str(exc))
         except OSError as exc:
-            return _failed(exc)
+            return failed(exc)
         return DONE if verified else UNVERIFIED
 
     def load_now(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict | None:
@@ -118,11 +167,11 @@ class BlockFiles:
         preallocates = self._file_system(block.key).preallocates
         try:
             if is_stored(path, self._written_sizes):
-                return _STORED_ALREADY
+                return STORED_ALREADY
             temp = self._layout.temp_path(block.key, new_writer_name())
             write_block(path, temp, self._spec, block, lease, preallocates=preallocates)
         except OSError as exc:
-            return _failed(exc)
+            return failed(exc)
         return DONE
 
     def dump_now(self, block: Block, lease: HostLease) -> Verdict | None:
@@ -134,14 +183,15 @@ class BlockFiles:
         try:
             os.unlink(self._layout.path(key))  # noqa: PTH108 -- no pathlib object for every block.
         except (FileNotFoundError, NotADirectoryError):
-            return _MISSING
+            return MISSING
         except OSError as exc:
-            return _failed(exc)
+            return failed(exc)
         return DONE
 
     def _file_system(self, key: BlockKey) -> FileSystem:
         return self._file_systems[self._layout.root_index(key)]
 
 
-def _failed(error: OSError) -> Verdict:
+def failed(error: OSError) -> Verdict:
+    """Return the verdict on a block whose storage failed."""
     return Verdict(BlockStatus.FAILED, f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What can be asked of a PosixStore: verdicts come in, an answer goes out, counted and with a warning."""
+"""What can be asked of an EngineStore: verdicts come in, an answer goes out, counted and with a warning."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.store.interface import Block, BlockKey
+    from ucm.store.posix.engine_store import EngineStore
     from ucm.store.posix.file_io import Scratch
     from ucm.store.posix.lease import HostLease
-    from ucm.store.posix.store import PosixStore
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Operation(Call[V]):
     __slots__ = ("store",)
 
     name: ClassVar[str]
-    store: PosixStore
+    store: EngineStore
 
     def key(self, index: int) -> BlockKey:
         """Return which block an item is about."""
@@ -61,7 +61,7 @@ class _Operation(Call[V]):
             statuses.count(BlockStatus.MISSING),
             statuses.count(BlockStatus.CORRUPT),
             statuses.count(BlockStatus.FAILED),
-            self.store.layout.path(self.key(first)),
+            self.store.files.where(self.key(first)),
             verdicts[first].reason,
         )
 
@@ -70,7 +70,7 @@ class _OnKeys(_Operation[list[bool]]):
     __slots__ = ("keys",)
 
     def __init__(
-        self, store: PosixStore, keys: Sequence[BlockKey], timeout_s: float, *, can_attempt: bool
+        self, store: EngineStore, keys: Sequence[BlockKey], timeout_s: float, *, can_attempt: bool
     ) -> None:
         super().__init__(store.engine, len(keys), timeout_s, can_attempt=can_attempt)
         self.store = store
@@ -93,7 +93,7 @@ class Lookup(_OnKeys):
     name = "lookup"
     urgency = Urgency.READ
 
-    def __init__(self, store: PosixStore, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, store: EngineStore, keys: Sequence[BlockKey]) -> None:
         super().__init__(store, keys, store.config.lookup_timeout_s, can_attempt=store.files.can_read_now)
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
@@ -118,7 +118,7 @@ class Delete(_OnKeys):
     name = "delete"
     urgency = Urgency.WRITE
 
-    def __init__(self, store: PosixStore, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, store: EngineStore, keys: Sequence[BlockKey]) -> None:
         super().__init__(store, keys, store.config.dump_timeout_s, can_attempt=False)
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
@@ -130,7 +130,7 @@ class _OnBlocks(_Operation[list[BlockStatus]]):
     __slots__ = ("blocks",)
 
     def __init__(
-        self, store: PosixStore, blocks: Sequence[Block], timeout_s: float, *, can_attempt: bool
+        self, store: EngineStore, blocks: Sequence[Block], timeout_s: float, *, can_attempt: bool
     ) -> None:
         super().__init__(
             store.engine, len(blocks), timeout_s, can_attempt=can_attempt, item_bytes=store.spec.block_bytes
@@ -150,7 +150,7 @@ class Load(_OnBlocks):
     name = "load"
     urgency = Urgency.READ
 
-    def __init__(self, store: PosixStore, blocks: Sequence[Block]) -> None:
+    def __init__(self, store: EngineStore, blocks: Sequence[Block]) -> None:
         super().__init__(store, blocks, store.config.load_timeout_s, can_attempt=store.files.can_read_now)
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
@@ -177,7 +177,7 @@ class Dump(_OnBlocks):
     name = "dump"
     urgency = Urgency.WRITE
 
-    def __init__(self, store: PosixStore, blocks: Sequence[Block]) -> None:
+    def __init__(self, store: EngineStore, blocks: Sequence[Block]) -> None:
         super().__init__(store, blocks, store.config.dump_timeout_s, can_attempt=store.files.can_write_now)
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""PosixStore: one pool's namespace of block files, on the engine that all stores share."""
+"""PosixStore: one pool's namespace of block files."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from typing import TYPE_CHECKING, TypeVar
 
-from ucm.store.counters import StoreCounters
 from ucm.store.errors import StoreConfigError, StoreUnavailableError
-from ucm.store.interface import Block, BlockKey, BlockStatus, KVStore, StoreSpec, StoreStats, check_blocks
 from ucm.store.posix.blocks import BlockFiles
-from ucm.store.posix.engine import SharedEngine, Urgency
+from ucm.store.posix.engine import Urgency
+from ucm.store.posix.engine_store import EngineStore
 from ucm.store.posix.file_io import is_block_of, prepare_directory
 from ucm.store.posix.layout import TEMP_DIRECTORY, BlockLayout, is_shard_name, key_of
-from ucm.store.posix.operations import Delete, Dump, Load, Lookup
 from ucm.store.posix.writer import new_writer_name, remove_orphans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucm.store.posix.call import Call
-    from ucm.store.posix.config import PosixStoreConfig
+    from ucm.store.interface import BlockKey, StoreSpec
+    from ucm.store.posix.config import FileOptions
     from ucm.store.posix.file_io import FileSystem, Scratch
     from ucm.store.posix.lease import HostLease
 
@@ -36,86 +32,42 @@ _SHARDS_PER_SCAN_BATCH = 64
 _T = TypeVar("_T")
 
 
-class PosixStore(KVStore):
+class PosixStore(EngineStore):
     """One namespace of block files below the storage roots.
 
-    All I/O that may wait for storage happens on the engine's workers, so a hung file
-    system costs a caller no more than the deadline. After a dump has missed its deadline the
-    kernel may still be reading the segments, into a file that is never published;
-    nothing is ever written to the segments of a load that has returned.
+    After a dump has missed its deadline the kernel may still be reading the segments,
+    into a file that is never published.
+
+    Attributes:
+        layout: Where the files are.
 
     Raises:
         StoreConfigError: The spec cannot be kept in files.
         StoreUnavailableError: A storage root cannot be used; says which and why.
     """
 
-    def __init__(self, spec: StoreSpec, config: PosixStoreConfig) -> None:
+    files: BlockFiles
+
+    def __init__(self, spec: StoreSpec, config: FileOptions) -> None:
         if len(spec.segment_bytes) > _MAX_SEGMENTS:
             raise StoreConfigError(
                 f"{len(spec.segment_bytes)} segments in a block, at most {_MAX_SEGMENTS} work"
             )
-        self.spec = spec
-        self.config = config
-        self.label = spec.namespace or "(root)"
+        self._accept_unverified = config.accept_unverified
         self.layout = BlockLayout(config.storage_backends, spec.namespace)
-        self.counters = StoreCounters(spec.block_bytes)
-        self._close_lock = threading.Lock()
-        self._closed = False
-        self.engine = SharedEngine.acquire(config.io_threads)
-        try:
-            self.files = BlockFiles(
-                spec,
-                self.layout,
-                self._prepare_directories(),
-                accept_unverified=config.accept_unverified,
-            )
-        except BaseException:
-            self.close()
-            raise
-
-    def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return self.lookup_call(keys).run(time.monotonic())
-
-    def load(self, blocks: Sequence[Block]) -> list[BlockStatus]:
-        return self.load_call(blocks).run(time.monotonic())
-
-    def dump(self, blocks: Sequence[Block]) -> list[BlockStatus]:
-        return self.dump_call(blocks).run(time.monotonic())
-
-    def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        self._require_open()
-        return Delete(self, keys).run(time.monotonic())
-
-    def lookup_call(self, keys: Sequence[BlockKey]) -> Call[list[bool]]:
-        """Return a lookup to be run together with those of other stores."""
-        self._require_open()
-        return Lookup(self, keys)
-
-    def load_call(self, blocks: Sequence[Block]) -> Call[list[BlockStatus]]:
-        """Return a load to be run together with those of other stores."""
-        self._require_open()
-        check_blocks(self.spec, blocks, writable=True)
-        return Load(self, blocks)
-
-    def dump_call(self, blocks: Sequence[Block]) -> Call[list[BlockStatus]]:
-        """Return a dump to be run together with those of other stores."""
-        self._require_open()
-        check_blocks(self.spec, blocks, writable=False)
-        return Dump(self, blocks)
+        super().__init__(spec, config)
 
     def scan(self) -> Iterator[BlockKey]:
         self._require_open()
         return self._scan()
 
-    def stats(self) -> StoreStats:
-        return self.counters.snapshot()
-
-    def close(self) -> None:
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closed = True
-        SharedEngine.release()
+    def _open(self) -> BlockFiles:
+        return BlockFiles(
+            self.spec,
+            self.layout,
+            self._prepare_directories(),
+            accept_unverified=self._accept_unverified,
+        )
 
     def _scan(self) -> Iterator[BlockKey]:
         directories = self.layout.directories
@@ -172,10 +124,6 @@ class PosixStore(KVStore):
             if result is None:
                 raise StoreUnavailableError(f"cannot open {directory}: no answer within {timeout_s:g} s")
         return [result for result in results if result is not None]
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreUnavailableError(f"store {self.label} is closed")
 
 
 def _names_in(directory: str) -> list[str]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import os
 import queue
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -24,7 +26,7 @@ from ucm.store.posix.file_io import Scratch
 from ucm.store.posix.lease import CALLERS_OWN, HostLease, LeaseRevokedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sized
+    from collections.abc import Callable, Sequence
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
@@ -35,6 +37,8 @@ _PROCESSORS = os.cpu_count() or 1
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
+# So long a worker stays at its work while others of the same urgency wait.
+_TURN_S = 0.001
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -54,50 +58,68 @@ class Work(Protocol[T_co]):
         """Handle item `index`; may raise `LeaseRevokedError` once the caller has gone."""
 
 
+class _Lane:
+    """Items of one batch that are handed out in order, those of one store for instance.
+
+    Attributes:
+        batch: What they belong to.
+        todo: Shared by the workers: taking the next item is one step.
+        workers: How many are at it; changed by the engine only.
+    """
+
+    __slots__ = ("batch", "todo", "workers")
+
+    def __init__(self, batch: _Batch[Any], items: range) -> None:
+        self.batch = batch
+        self.todo = deque(items)
+        self.workers = 0
+
+    def take(self) -> int | None:
+        """Return the next item; None if there is none."""
+        try:
+            return self.todo.popleft()
+        except IndexError:
+            return None
+
+
 class _Batch(Generic[T]):
     """Items handed out to any number of workers, and one caller waiting for all of them.
 
     Args:
-        items: What the work is called with.
+        parts: What the work is called with, a lane each; the first one begins with the first item.
         work: Handles one item.
         urgency: The order among batches.
     """
 
-    def __init__(self, items: range, work: Work[T], urgency: Urgency) -> None:
+    def __init__(self, parts: Sequence[range], work: Work[T], urgency: Urgency) -> None:
         self.urgency = urgency
+        self.lanes = [_Lane(self, part) for part in parts]
         self._work = work
         self._lease = HostLease()
-        # Shared by the workers: taking the next item is one step.
-        self._todo = deque(items)
-        self._first = items.start
-        self._results: list[T | None] = [None] * len(items)
-        self._unfinished = len(items)
+        self._first = parts[0].start
+        self._unfinished = sum(map(len, parts))
+        self._results: list[T | None] = [None] * self._unfinished
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._is_over = False
         self._over = threading.Lock()
         self._over.acquire()
 
-    @property
-    def drained(self) -> bool:
-        """Nothing is left to hand out."""
-        return not self._todo
-
-    def run(self, scratch: Scratch, more_urgent: Sized) -> None:
-        """Handle items until none is left, the caller has gone, or something is in `more_urgent`."""
+    def run(self, lane: _Lane, scratch: Scratch, should_leave: Callable[[], bool]) -> None:
+        """Handle items of a lane until none is left, the caller has gone, or another lane comes first."""
         finished = 0
         error = None
         try:
-            while (index := self._take()) is not None:
+            while (index := lane.take()) is not None:
                 self._results[index - self._first] = self._work(index, scratch, self._lease)
                 finished += 1
-                if more_urgent:
+                if should_leave():
                     break
         except LeaseRevokedError:
             pass
         except Exception as exc:
             # `results` raises it again, in the caller's thread.
-            self._todo.clear()
+            self._hand_out_no_more()
             error = exc
         self._settle(finished, error)
 
@@ -105,14 +127,15 @@ class _Batch(Generic[T]):
         """Handle items in the caller's own thread; False if what is left has to wait for storage."""
         finished = 0
         stuck = False
-        while time.monotonic() < deadline and (index := self._take()) is not None:
-            result = attempt(index, scratch, CALLERS_OWN)
-            if result is None:
-                self._todo.appendleft(index)
-                stuck = True
-                break
-            self._results[index - self._first] = result
-            finished += 1
+        for lane in self.lanes:
+            while time.monotonic() < deadline and not stuck and (index := lane.take()) is not None:
+                result = attempt(index, scratch, CALLERS_OWN)
+                if result is None:
+                    lane.todo.appendleft(index)
+                    stuck = True
+                else:
+                    self._results[index - self._first] = result
+                    finished += 1
         self._settle(finished)
         return not stuck
 
@@ -130,7 +153,7 @@ class _Batch(Generic[T]):
 
     def end(self) -> None:
         """Hand nothing out any more, and take the caller's memory back from the workers."""
-        self._todo.clear()
+        self._hand_out_no_more()
         self._lease.revoke()
 
     def results(self) -> list[T | None]:
@@ -139,11 +162,9 @@ class _Batch(Generic[T]):
             raise self._error
         return list(self._results)
 
-    def _take(self) -> int | None:
-        try:
-            return self._todo.popleft()
-        except IndexError:
-            return None
+    def _hand_out_no_more(self) -> None:
+        for lane in self.lanes:
+            lane.todo.clear()
 
     def _settle(self, finished: int, error: Exception | None = None) -> None:
         with self._lock:
@@ -186,12 +207,22 @@ class IoEngine:
     Threads start when there is work for them and sleep when there is none. A
     worker stuck in storage is lost until storage answers; batches then have the
     others, and fail at their deadlines when there are no others.
+
+    Who waits for whom:
+
+    - Workers go where the fewest workers are, again and again: large blocks do not hold up
+      small ones, nor a slow store the others of its batch.
+    - Writes get half of the workers, and one while somebody reads: storage that takes
+      no writes still answers reads, and a backup leaves the processor to a prefetch.
+    - Reads come first, but leave one worker to the writes.
     """
 
     def __init__(self, threads: int) -> None:
         self._limit = threads
         self._lock = threading.Lock()
-        self._queues: tuple[deque[_Batch[Any]], ...] = tuple(deque() for _ in Urgency)
+        self._queues: tuple[list[_Lane], ...] = tuple([] for _ in Urgency)
+        self._at_work = dict.fromkeys(Urgency, 0)
+        self._readers = 0  # Callers, not workers.
         # One entry wakes one worker. Cheaper than a condition, and a batch may be gone when the worker looks.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiting: set[_Batch[Any]] = set()
@@ -208,6 +239,7 @@ class IoEngine:
         timeout_s: float,
         moved_bytes: int = 0,
         attempt: Work[T | None] | None = None,
+        parts: Sequence[int] = (),
     ) -> list[T | None]:
         """Do `work` for every index below `count`.
 
@@ -221,6 +253,7 @@ class IoEngine:
             attempt: Called in this thread first, beside some workers if there is much to
                 do. Never waits for storage; None leaves this item and those after it
                 to the workers: they hardly are any better.
+            parts: How many items in a row belong together; no part waits for another one.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -233,6 +266,29 @@ class IoEngine:
         if not count:
             return []
         deadline = time.monotonic() + timeout_s
+        if urgency is Urgency.WRITE:
+            return self._run(work, count, urgency, deadline, moved_bytes, attempt, parts)
+        with self._lock:
+            self._readers += 1
+        try:
+            return self._run(work, count, urgency, deadline, moved_bytes, attempt, parts)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                left_behind = not self._readers and bool(self._queues[Urgency.WRITE])
+            if left_behind:
+                self._call(self._most(Urgency.WRITE))
+
+    def _run(
+        self,
+        work: Work[T],
+        count: int,
+        urgency: Urgency,
+        deadline: float,
+        moved_bytes: int,
+        attempt: Work[T | None] | None,
+        parts: Sequence[int],
+    ) -> list[T | None]:
         threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
         helpers = 0 if attempt is None else min(threads, _PROCESSORS) - 1
         results: list[T | None] = []
@@ -240,7 +296,7 @@ class IoEngine:
             results += _attempt(attempt, count, deadline)
             if len(results) == count:
                 return results
-        batch = _Batch(range(len(results), count), work, urgency)
+        batch = _Batch(_ranges(parts or [count], len(results)), work, urgency)
         try:
             if attempt is not None and helpers:
                 self._submit(batch, helpers)
@@ -284,7 +340,7 @@ class IoEngine:
             if self._closed:
                 raise StoreUnavailableError("the store is closed")
             self._waiting.add(batch)
-            self._queues[batch.urgency].append(batch)
+            self._queues[batch.urgency].extend(batch.lanes)
         self._call(workers)
 
     def _call(self, workers: int) -> None:
@@ -314,22 +370,60 @@ class IoEngine:
     def _serve(self) -> None:
         _name_kernel_thread(threading.current_thread().name)
         scratch = Scratch()
-        reads = self._queues[Urgency.READ]
-        while (batch := self._next_batch()) is not None:
-            batch.run(scratch, reads if batch.urgency is Urgency.WRITE else ())
+        lane = None
+        while (lane := self._next_lane(lane)) is not None:
+            lane.batch.run(lane, scratch, partial(self._should_leave, lane.batch, time.monotonic()))
 
-    def _next_batch(self) -> _Batch[Any] | None:
+    def _next_lane(self, last: _Lane | None) -> _Lane | None:
+        """Leave one lane and enter another one, once there is any; None if the engine is closed."""
         while True:
             with self._lock:
+                if last is not None:
+                    self._leave(last)
+                    last = None
                 if self._closed:
                     return None
-                for waiting in self._queues:
-                    while waiting and waiting[0].drained:
-                        waiting.popleft()
-                    if waiting:
-                        return waiting[0]
+                for urgency, lanes in zip(Urgency, self._queues, strict=True):
+                    lanes[:] = [lane for lane in lanes if lane.todo]
+                    if lanes and self._at_work[urgency] < self._most(urgency):
+                        lane = min(lanes, key=_workers)
+                        lane.workers += 1
+                        self._at_work[urgency] += 1
+                        return lane
                 self._idle += 1
             self._wakes.get()
+
+    def _leave(self, lane: _Lane) -> None:
+        lane.workers -= 1
+        self._at_work[lane.batch.urgency] -= 1
+        lanes = self._queues[lane.batch.urgency]
+        # Among equals it is the others' turn. Within a batch the order is the caller's.
+        lanes.sort(key=lambda other: other.batch is lane.batch)
+
+    def _most(self, urgency: Urgency) -> int:
+        """Return how many workers there may be at this kind of work."""
+        if urgency is Urgency.READ:
+            return max(1, self._limit - 1)
+        return 1 if self._readers else max(1, self._limit // 2)
+
+    def _should_leave(self, batch: _Batch[Any], since: float) -> bool:
+        """Tell whether a worker that is at a batch since then makes room for another one."""
+        urgency, reads = batch.urgency, self._queues[Urgency.READ]
+        if urgency is Urgency.WRITE and (reads or self._at_work[urgency] > self._most(urgency)):
+            return True
+        others_wait = any(lane.batch is not batch for lane in tuple(self._queues[urgency]))
+        return others_wait and time.monotonic() - since > _TURN_S
+
+
+def _workers(lane: _Lane) -> int:
+    return lane.workers
+
+
+def _ranges(parts: Sequence[int], first: int) -> list[range]:
+    """Return the indices of each part, without those below `first` and without empty ones."""
+    ends = list(itertools.accumulate(parts))
+    ranges = [range(max(end - count, first), end) for count, end in zip(parts, ends, strict=True)]
+    return [part for part in ranges if part]
 
 
 def _name_kernel_thread(name: str) -> None:

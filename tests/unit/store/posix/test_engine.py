@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.store import StoreSpec, StoreUnavailableError
+from ucm.store import BlockStatus, StoreSpec, StoreUnavailableError
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.engine import THREAD_NAME_PREFIX, IoEngine, Urgency
 from ucm.store.posix.lease import LeaseRevokedError
@@ -143,7 +143,7 @@ def test_nobody_gets_or_holds_the_lease_after_the_deadline(engine: IoEngine) -> 
             outcomes.append("refused")
             raise
 
-    run(engine, work, 4, timeout_s=0.02)
+    run(engine, work, 4, timeout_s=0.2)
     assert inside == [0]
     release.set()
     engine.close()
@@ -190,11 +190,107 @@ def test_a_read_does_not_wait_for_the_whole_write_before_it() -> None:
     assert order == ["write", "read", *["write"] * 19]
 
 
+def test_small_items_take_turns_with_large_ones_of_an_earlier_batch() -> None:
+    engine = IoEngine(1)
+    order = []
+    small_is_queued, large_has_begun = threading.Event(), threading.Event()
+
+    def large(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        large_has_begun.set()
+        small_is_queued.wait(LONG_S)
+        until = time.monotonic() + 0.002
+        while time.monotonic() < until:
+            pass
+        order.append("large")
+
+    def small(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        order.append("small")
+
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(engine.run, large, 20, urgency=Urgency.READ, timeout_s=LONG_S)
+        assert large_has_begun.wait(LONG_S)
+        second = callers.submit(engine.run, small, 3, urgency=Urgency.READ, timeout_s=LONG_S)
+        while len(engine._queues[Urgency.READ]) < 2:
+            pass
+        small_is_queued.set()
+        second.result(LONG_S)
+        first.result(LONG_S)
+    engine.close()
+    assert order[:4] == ["large", "small", "small", "small"]
+
+
+@pytest.mark.parametrize("urgency", Urgency)
+def test_a_part_that_hangs_holds_up_no_other_part(engine: IoEngine, urgency: Urgency) -> None:
+    release = threading.Event()
+
+    def work(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        if index < 50:
+            release.wait()
+        return index
+
+    results = engine.run(work, 150, urgency=urgency, timeout_s=1.0, parts=[50, 0, 100])
+    release.set()
+    assert results == [None] * 50 + list(range(50, 150))
+
+
+@pytest.mark.parametrize(("stuck", "other"), [(Urgency.WRITE, Urgency.READ), (Urgency.READ, Urgency.WRITE)])
+def test_reads_and_writes_leave_workers_to_each_other(
+    engine: IoEngine, stuck: Urgency, other: Urgency
+) -> None:
+    release = threading.Event()
+
+    def work(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        release.wait()
+
+    engine.run(work, 50, urgency=stuck, timeout_s=0.2, moved_bytes=LARGE)
+    assert engine.run(square, 50, urgency=other, timeout_s=LONG_S) == [n * n for n in range(50)]
+    release.set()
+
+
+def test_writes_keep_one_worker_while_somebody_reads_and_get_the_others_back(engine: IoEngine) -> None:
+    at_work: set[int] = set()
+    most_beside_a_read = 0
+    reading, read_may_end, two_write = threading.Event(), threading.Event(), threading.Event()
+
+    def write(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        nonlocal most_beside_a_read
+        at_work.add(index)
+        if index < 10:
+            two_write.wait(0.02)  # Time for another one to come.
+            most_beside_a_read = max(most_beside_a_read, len(at_work))
+        elif len(at_work) > 1:
+            two_write.set()
+        else:
+            read_may_end.set()
+            two_write.wait(LONG_S)
+        at_work.remove(index)
+        return index
+
+    def read_slowly(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        reading.set()
+        read_may_end.wait(LONG_S)
+        return index
+
+    with ThreadPoolExecutor(1) as caller:
+        read = caller.submit(
+            engine.run, square, 1, urgency=Urgency.READ, timeout_s=LONG_S, attempt=read_slowly
+        )
+        assert reading.wait(LONG_S)
+        written = engine.run(write, 200, urgency=Urgency.WRITE, timeout_s=LONG_S, moved_bytes=LARGE)
+        assert written == list(range(200))
+        assert read.result(LONG_S) == [0]
+    assert most_beside_a_read == 1
+    assert two_write.is_set()
+
+
 def test_threads_are_never_more_than_allowed() -> None:
     engine = IoEngine(3)
     with ThreadPoolExecutor(8) as callers:
-        for _ in range(50):
+        calls = [
             callers.submit(engine.run, square, 20, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=LARGE)
+            for _ in range(50)
+        ]
+    assert all(call.result() == [n * n for n in range(20)] for call in calls)
     assert 1 <= len(io_threads()) <= 3
     engine.close()
     assert io_threads() == []
@@ -236,10 +332,10 @@ def open_stores(storage: Path, count: int, io_threads: int = 8) -> list[PosixSto
 def test_threads_do_not_grow_with_the_pools_and_end_with_the_last(tmp_path: Path, pools: int) -> None:
     stores = open_stores(tmp_path, pools)
     with ThreadPoolExecutor(pools) as callers:
-        for store in stores:
-            callers.submit(store.dump, outgoing(range(16), store.spec))
+        calls = [callers.submit(store.dump, outgoing(range(16), store.spec)) for store in stores]
+    assert all(call.result() == [BlockStatus.DONE] * 16 for call in calls)
     for store in stores:
-        assert load(store, [0])[0]
+        assert load(store, [0])[0] == [BlockStatus.DONE]
     assert 1 <= len(io_threads()) <= 8
     for store in stores[1:]:
         store.close()

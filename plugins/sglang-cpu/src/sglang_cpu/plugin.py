@@ -39,9 +39,10 @@ def register() -> None:
     """Register all replacements (entry point group `sglang.srt.plugins`); does nothing on other platforms."""
     if not _selected():
         return
-    from sglang_cpu import hicache, hooks, invariant
+    from sglang_cpu import hicache, hooks, invariant, ranks
 
     invariant.install()
+    ranks.install()
     hicache.install()
     for family in families():
         family.install()

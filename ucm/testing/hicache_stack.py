@@ -20,10 +20,17 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertPar
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from ucm.testing.host_pools import DevicePools, HostPools, Model, attach_host_pools
+from ucm.testing.host_pools import (
+    ONE_RANK,
+    DevicePools,
+    HostPools,
+    Model,
+    RankGroups,
+    attach_host_pools,
+)
+from ucm.testing.page_hashes import page_hashes
 from ucm.testing.pool_memory import fill_device_random, read_device_page
 from ucm.testing.sglang_runtime import HicacheSettings, HostMemoryGuards, cpu_runtime
 
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-    from torch.distributed import ProcessGroup
 
 _DEADLINE_S = 60.0
 _POLL_S = 0.001
@@ -178,8 +184,7 @@ class HicacheStack:
 
     def page_hashes(self, tokens: Sequence[int]) -> list[str]:
         """Return SGLang's storage hash of each page of a prompt."""
-        hashes: list[str] = get_storage_hash_str(self._key(tokens), None, self.device.page_tokens)
-        return hashes
+        return page_hashes(tokens, self.device.page_tokens)
 
     def settle(self) -> None:
         """Wait until every backup to host and storage is done."""
@@ -244,7 +249,7 @@ def hicache_stack(
     *,
     pages: int = 16,
     seed: int = 0,
-    tp_group: ProcessGroup | None = None,
+    groups: RankGroups = ONE_RANK,
 ) -> Iterator[HicacheStack]:
     """Run the cache tiers of one server process, with the storage backend that `settings` names.
 
@@ -253,12 +258,12 @@ def hicache_stack(
         settings: What the operator would state; contexts with different settings may be open at once.
         pages: Device pages; the host tier is twice as large.
         seed: Of the bytes in the device pages.
-        tp_group: The CPU group in which the ranks of one server agree, if `settings` states more than one.
+        groups: In which the ranks of one server agree, if `settings` states more than one.
     """
     guards = HostMemoryGuards()
     with cpu_runtime(settings, guards) as server_args:
         device = model.device_pools(settings.page_tokens, pages)
-        tree, host = attach_host_pools(device, server_args, guards, tp_group)
+        tree, host = attach_host_pools(device, server_args, guards, groups)
         try:
             yield HicacheStack(device, tree, host, seed)
         finally:

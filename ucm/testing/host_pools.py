@@ -44,6 +44,24 @@ _REQUESTS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """The CPU groups in which the ranks of one server agree; None where there is one rank only.
+
+    Attributes:
+        tp: Ranks that split heads, or hold the same bytes.
+        cp: Ranks that split the tokens of a page.
+        pp: Ranks that split the layers.
+    """
+
+    tp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
+
+
+ONE_RANK = RankGroups()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePools:
     """What a model runner hands to the radix tree."""
 
@@ -55,8 +73,9 @@ class DevicePools:
     sliding_window_tokens: int | None = None
     drafts: tuple[KVCache, ...] = ()
 
-    def cache_params(self, tp_group: ProcessGroup | None) -> CacheInitParams:
+    def cache_params(self, groups: RankGroups) -> CacheInitParams:
         """Return the radix tree's constructor argument."""
+        pipeline = {} if groups.pp is None else {"pp_rank": groups.pp.rank(), "pp_size": groups.pp.size()}
         return CacheInitParams(
             disable=False,
             req_to_token_pool=self.requests,
@@ -65,7 +84,10 @@ class DevicePools:
             tree_components=self.components,
             sliding_window_size=self.sliding_window_tokens,
             mtp_draft_device_pools=self.drafts,
-            tp_cache_group=tp_group,
+            tp_cache_group=groups.tp,
+            attn_cp_cache_group=groups.cp,
+            pp_cache_group=groups.pp,
+            **pipeline,
             enable_mamba_extra_buffer=ComponentType.MAMBA in self.components,
         )
 
@@ -393,13 +415,13 @@ def attach_host_pools(
     device: DevicePools,
     server_args: ServerArgs,
     guards: HostMemoryGuards,
-    tp_group: ProcessGroup | None = None,
+    groups: RankGroups = ONE_RANK,
 ) -> tuple[UnifiedRadixCache, HostPools]:
     """Build a radix tree over `device` with its host pools and controller, inside `cpu_runtime`.
 
     The caller owns the tree: SGLang would keep it, and its memory, until the interpreter exits.
     """
-    params = device.cache_params(tp_group)
+    params = device.cache_params(groups)
     tree = UnifiedRadixCache(params)
     tree.init_hicache(server_args, params)
     atexit.unregister(tree.shutdown)

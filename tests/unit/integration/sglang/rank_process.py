@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""One of two TP ranks that serve the same models: store, restart, restore, and lose a page on one rank only.
+"""One of two ranks that serve the same models: store, restart, restore, and lose a page on one rank only.
 
-Arguments: rank, directory. Writes `<directory>/<rank>.json`: per model what this rank has seen.
+Arguments: rank, directory. Writes `<directory>/<rank>.json`: per scenario what this rank has seen.
 """
 
 from __future__ import annotations
@@ -10,29 +10,57 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
+from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
 from ucm.testing.hicache_stack import PATIENT, HicacheStack, dynamic_storage, hicache_stack
-from ucm.testing.host_pools import DeepSeekV4Model, DsaModel, MambaModel, MlaModel, Model
-from ucm.testing.pool_memory import fill_device_random
+from ucm.testing.host_pools import (
+    DeepSeekV4Model,
+    DsaModel,
+    MambaModel,
+    MhaModel,
+    MlaModel,
+    Model,
+    RankGroups,
+    host_pools,
+)
+from ucm.testing.pool_memory import fill_device_random, fill_random, page_indices, read_pages
 from ucm.testing.sglang_runtime import HicacheSettings
 from ucm.testing.stored_blocks import StoredBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A model at TP 2.
+    """A model on two ranks.
 
     Attributes:
+        group: What the ranks are: `tp`, `cp` or `pp`.
         split_pools: Pools of which each rank has bytes of its own.
         lost_pool: The sidecar of which rank 1 loses the last page in the end.
     """
 
     model: Model
     page_tokens: int = 64
+    group: str = "tp"
     split_pools: tuple[str, ...] = ()
     lost_pool: str
+
+    def settings(self, rank: int, root: Path) -> HicacheSettings:
+        # SGLang takes the place among CP ranks from their group.
+        placed = {} if self.group == "cp" else {f"{self.group}_rank": rank}
+        sized = {} if self.group == "cp" else {f"{self.group}_size": 2}
+        return HicacheSettings(
+            page_tokens=self.page_tokens,
+            ranks=placed,
+            server_args=sized,
+            **dynamic_storage(root, **PATIENT),
+        )
 
 
 SCENARIOS = {
@@ -42,12 +70,27 @@ SCENARIOS = {
     ),
     "mamba-beside-mha": Scenario(model=MambaModel(), split_pools=("kv", "mamba"), lost_pool="mamba"),
     "deepseek-v4": Scenario(model=DeepSeekV4Model(), page_tokens=256, lost_pool="deepseek_v4_c4_state"),
+    # The same logical keys name other layers, or other tokens, on the other rank.
+    "indexer-beside-mla, pp": Scenario(
+        model=DsaModel(), group="pp", split_pools=("kv", "indexer"), lost_pool="indexer"
+    ),
+    "mamba-beside-mla, pp": Scenario(
+        model=MambaModel(anchor=MlaModel()), group="pp", split_pools=("kv", "mamba"), lost_pool="mamba"
+    ),
+    "indexer-beside-mla, cp": Scenario(
+        model=DsaModel(), group="cp", split_pools=("kv", "indexer"), lost_pool="indexer"
+    ),
 }
+
+SHARED_KEY_ROUNDS = 300
 
 
 def main(rank: int, directory: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
-    seen = {name: serve(scenario, rank, directory / name) for name, scenario in SCENARIOS.items()}
+    seen: dict[str, Mapping[str, object]] = {
+        name: serve(scenario, rank, directory / name) for name, scenario in SCENARIOS.items()
+    }
+    seen["shared keys"] = write_shared_keys(rank, directory / "shared-keys")
     (directory / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
@@ -55,28 +98,23 @@ def main(rank: int, directory: Path) -> None:
 
 def serve(scenario: Scenario, rank: int, root: Path) -> dict[str, object]:
     model, page_tokens = scenario.model, scenario.page_tokens
-    group = dist.new_group([0, 1])
+    groups = RankGroups(**{scenario.group: dist.new_group([0, 1])})
     root.mkdir(exist_ok=True)
-    settings = HicacheSettings(
-        page_tokens=page_tokens,
-        ranks={"tp_rank": rank},
-        server_args={"tp_size": 2},
-        **dynamic_storage(root, **PATIENT),
-    )
+    settings = scenario.settings(rank, root)
     prompt = list(range(4 * page_tokens))
-    with hicache_stack(model, settings, pages=8, seed=1, tp_group=group) as stack:
+    with hicache_stack(model, settings, pages=8, seed=1, groups=groups) as stack:
         for pool in scenario.split_pools:
             fill_device_random(stack.pools[pool], seed=100 + rank)
         inserted = stack.insert(prompt)
         dist.barrier()
-    with hicache_stack(model, settings, pages=8, seed=2, tp_group=group) as stack:
+    with hicache_stack(model, settings, pages=8, seed=2, groups=groups) as stack:
         restored = stack.restore(prompt)
         blocks = StoredBlocks(root, settings.model_name).counts()
         dist.barrier()
         if rank == 1:
             lose_last_page(stack, scenario.lost_pool, prompt)
         dist.barrier()
-    with hicache_stack(model, settings, pages=8, seed=3, tp_group=group) as stack:
+    with hicache_stack(model, settings, pages=8, seed=3, groups=groups) as stack:
         after_loss = stack.restore(prompt).storage_tokens
         dist.barrier()
     pools = restored.contents.items()
@@ -86,6 +124,46 @@ def serve(scenario: Scenario, rank: int, root: Path) -> dict[str, object]:
         "blocks": blocks,
         "pages_after_loss": after_loss // page_tokens,
     }
+
+
+def write_shared_keys(rank: int, root: Path) -> dict[str, int]:
+    """Store the same keys as the other process at the same time, as data-parallel ranks do, and load them.
+
+    The two have other bytes under each key, as if they had computed them in other batches.
+
+    Returns:
+        In how many rounds both pages were stored, and came back whole, as one of the two.
+    """
+    root.mkdir(exist_ok=True)
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        dp_rank=rank,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="test/model",
+        extra_config={"storage_backends": str(root), **PATIENT},
+    )
+    theirs = fill_random(host_pools(MhaModel()).anchor, seed=1 - rank)
+    pool = host_pools(MhaModel()).anchor
+    ours = fill_random(pool, seed=rank)
+    backend = UnifiedCacheStore(config, pool)
+    stored = whole = 0
+    for number in range(SHARED_KEY_ROUNDS):
+        keys = [f"{number}-a", f"{number}-b"]
+        dist.barrier()
+        stored += backend.batch_set_v1(keys, page_indices(pool, [0, 1])) == [True, True]
+        dist.barrier()
+        loaded = backend.batch_get_v1(keys, page_indices(pool, [2, 3])) == [True, True]
+        first, second = read_pages(pool, [2, 3])
+        whole += loaded and first in (ours[0], theirs[0]) and second in (ours[1], theirs[1])
+    backend.close()
+    return {"stored": stored, "whole": whole}
 
 
 def lose_last_page(stack: HicacheStack, sidecar: str, prompt: list[int]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Two TP ranks in two processes, agreeing over gloo as SGLang's ranks do."""
+"""Two ranks in two processes: TP, CP and PP ranks agree over gloo as SGLang's do, DP ranks do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 WORKER = Path(__file__).with_name("rank_process.py")
-MODELS = ["indexer-beside-mla", "mamba-beside-mla", "mamba-beside-mha", "deepseek-v4"]
+SHARED_KEY_ROUNDS = 300
+MODELS = [
+    "indexer-beside-mla",
+    "mamba-beside-mla",
+    "mamba-beside-mha",
+    "deepseek-v4",
+    # sglang #15175, #37149, #26670
+    "indexer-beside-mla, pp",
+    "mamba-beside-mla, pp",
+    "indexer-beside-mla, cp",
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +57,9 @@ def test_both_ranks_restore_the_whole_prompt_and_their_own_bytes(directory: Path
         ("indexer-beside-mla", {".": 4, "sglang_v2/indexer_25344x1": 4}),
         ("mamba-beside-mla", {".": 4, "sglang_v2/mamba_476x1": 2}),
         ("mamba-beside-mha", {".": 8, "sglang_v2/mamba_476x1": 2}),
+        ("indexer-beside-mla, pp", {".": 8, "sglang_v2/indexer_25344x1": 8}),
+        ("mamba-beside-mla, pp", {".": 8, "sglang_v2/mamba_476x1": 2}),
+        ("indexer-beside-mla, cp", {".": 8, "sglang_v2/indexer_25344x1": 8}),
     ],
 )
 def test_ranks_store_what_they_share_once_and_what_they_split_each(
@@ -57,7 +70,22 @@ def test_ranks_store_what_they_share_once_and_what_they_split_each(
 
 @pytest.mark.parametrize(
     ("model", "pages"),
-    [("indexer-beside-mla", 3), ("mamba-beside-mla", 0), ("mamba-beside-mha", 0), ("deepseek-v4", 3)],
+    [
+        ("indexer-beside-mla", 3),
+        ("mamba-beside-mla", 0),
+        ("mamba-beside-mha", 0),
+        ("deepseek-v4", 3),
+        ("indexer-beside-mla, pp", 3),
+        ("mamba-beside-mla, pp", 0),
+        ("indexer-beside-mla, cp", 3),
+    ],
 )
 def test_a_page_that_one_rank_lost_is_lost_to_both(directory: Path, model: str, pages: int) -> None:
     assert [rank["pages_after_loss"] for rank in seen(directory, model)] == [pages] * 2
+
+
+# sglang #31926
+def test_ranks_that_write_the_same_keys_at_once_end_in_one_good_block_each(directory: Path) -> None:
+    everything = {"stored": SHARED_KEY_ROUNDS, "whole": SHARED_KEY_ROUNDS}
+
+    assert seen(directory, "shared keys") == [everything] * 2

@@ -360,6 +360,19 @@ class TestIdentity:
         with pytest.raises(StoreConfigError, match=r"segment_bytes.*6144.*8192"):
             attach(host_pools(MhaModel(layers=4)))
 
+    def test_states_that_split_a_page_of_the_same_size_otherwise_are_refused(self, attach: Attach) -> None:
+        attach(host_pools(MambaModel(conv_shapes=((6, 3), (7, 3)))))
+
+        with pytest.raises(StoreConfigError, match=r"mamba_.*segment_bytes.*72, 84\].*84, 72\]"):
+            attach(host_pools(MambaModel(conv_shapes=((7, 3), (6, 3)))))
+
+    def test_a_sidecar_of_another_dtype_and_the_same_size_is_refused(self, attach: Attach) -> None:
+        backend = attach(host_pools(SwaModel(heads=2, dtype=torch.bfloat16)))
+        other = host_pools(SwaModel(heads=4, dtype=torch.float8_e4m3fn))["swa"]
+
+        with pytest.raises(StoreConfigError, match=r"swa_.*dtype.*'bfloat16'.*'uint8'"):
+            backend.register_mem_host_pool_v2(other, PoolName.SWA)
+
     def test_layouts_that_order_the_bytes_alike_share_a_directory(self, attach: Attach) -> None:
         first = host_pools(DeepSeekV4Model(), page_tokens=256, pages=2, layout="page_first")
         direct = host_pools(DeepSeekV4Model(), page_tokens=256, pages=2, layout="page_first_direct")

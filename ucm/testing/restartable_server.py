@@ -50,8 +50,13 @@ class RestartableServer:
         self._start()
 
     def scheduler_pids(self) -> list[int]:
-        """Return the processes that own the caches, one per rank."""
-        return [pid for pid in self._server.alive() if _is_scheduler(pid)]
+        """Return the processes that own the caches, one per TP rank and in their order."""
+        titles = {pid: _title(pid) for pid in self._server.alive()}
+        return sorted((pid for pid in titles if "sglang::scheduler" in titles[pid]), key=titles.__getitem__)
+
+    def kill(self) -> None:
+        """End every process of the server at once, as a crash would."""
+        self._server.kill()
 
     def _start(self) -> None:
         for root in self._deployment.storage_roots:
@@ -74,5 +79,8 @@ def thread_names(pid: int) -> list[str]:
     return [comm.read_text().strip() for comm in Path(f"/proc/{pid}/task").glob("*/comm")]
 
 
-def _is_scheduler(pid: int) -> bool:
-    return "sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_text()
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""  # It has just ended.

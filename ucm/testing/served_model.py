@@ -15,7 +15,7 @@ from ucm.validation.storage import StorageDirectory, pool_name
 from ucm.validation.validate import read_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -103,3 +103,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"after {_DEADLINE_S:.0f} s still not: {what}")
         time.sleep(_POLL_S)
+
+
+def wait_for_blocks(blocks: Collection[Path]) -> None:
+    """Wait until all of these files exist."""
+    wait_until(lambda: all(block.exists() for block in blocks), f"{len(blocks)} blocks are stored")

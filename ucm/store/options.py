@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 from ucm.store.errors import StoreConfigError
+
+E = TypeVar("E", bound=enum.Enum)
 
 _TRUE = (True, 1, "1", "true", "yes", "on")
 _FALSE = (False, 0, "0", "false", "no", "off")
@@ -82,6 +86,16 @@ def as_seconds(key: str, value: object) -> float:
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
         raise _wrong(key, value, "a positive number of seconds")
     return float(number)
+
+
+def as_choice(key: str, value: object, choices: type[E]) -> E:
+    """Read one of an enumeration's values, in any case of letters."""
+    plain = value.strip().lower() if isinstance(value, str) else value
+    try:
+        return choices(plain)
+    except ValueError:
+        names = [str(choice.value) for choice in choices]
+        raise _wrong(key, value, " or ".join([", ".join(names[:-1]), names[-1]])) from None
 
 
 def as_directories(key: str, value: object) -> tuple[str, ...]:

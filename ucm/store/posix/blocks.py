@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucm.store.interface import Block, BlockKey, StoreSpec
+    from ucm.store.posix.durability import Durability
     from ucm.store.posix.file_io import FileSystem, Scratch
     from ucm.store.posix.layout import BlockLayout
     from ucm.store.posix.lease import HostLease
@@ -91,6 +92,7 @@ class BlockFiles(StoredBlocks):
         layout: Where they are.
         file_systems: What can be relied on in each of the layout's directories.
         accept_unverified: Whether a file that is exactly a payload is a block.
+        durability: What of a block survives a power loss.
     """
 
     def __init__(
@@ -100,11 +102,13 @@ class BlockFiles(StoredBlocks):
         file_systems: Sequence[FileSystem],
         *,
         accept_unverified: bool,
+        durability: Durability,
     ) -> None:
         self._spec = spec
         self._layout = layout
         self._file_systems = file_systems
         self._accept_unverified = accept_unverified
+        self._durability = durability
         self._written_sizes = (file_bytes(spec),)
         self._stored_sizes = (*self._written_sizes, *((spec.block_bytes,) if accept_unverified else ()))
         self.can_read_now = any(found.in_memory or found.prompt for found in file_systems)
@@ -169,7 +173,15 @@ class BlockFiles(StoredBlocks):
             if is_stored(path, self._written_sizes):
                 return STORED_ALREADY
             temp = self._layout.temp_path(block.key, new_writer_name())
-            write_block(path, temp, self._spec, block, lease, preallocates=preallocates)
+            write_block(
+                path,
+                temp,
+                self._spec,
+                block,
+                lease,
+                preallocates=preallocates,
+                durability=self._durability,
+            )
         except OSError as exc:
             return failed(exc)
         return DONE

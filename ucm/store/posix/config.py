@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 from ucm.store.errors import StoreConfigError
-from ucm.store.options import as_bool, as_directories, as_int, as_seconds, reject_unknown
+from ucm.store.options import as_bool, as_choice, as_directories, as_int, as_seconds, reject_unknown
+from ucm.store.posix.durability import Durability
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,8 @@ class FileOptions(EngineOptions, Protocol):
     def storage_backends(self) -> tuple[str, ...]: ...  # noqa: D102
     @property
     def accept_unverified(self) -> bool: ...  # noqa: D102
+    @property
+    def durability(self) -> Durability: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class PosixStoreConfig:
         accept_unverified: Whether a file that is exactly a payload, as UCM's native store
             writes it, is a block. It has neither checksum nor identity: name and size
             are all there is to know it by.
+        durability: What of a block survives a power loss: `none`, `data` or `full`.
     """
 
     storage_backends: tuple[str, ...]
@@ -61,6 +65,7 @@ class PosixStoreConfig:
     dump_timeout_s: float = 30.0
     lookup_timeout_s: float = 2.0
     accept_unverified: bool = True
+    durability: Durability = Durability.NONE
 
     def __post_init__(self) -> None:
         parsed: dict[str, object] = {
@@ -70,6 +75,7 @@ class PosixStoreConfig:
             "dump_timeout_s": as_seconds("dump_timeout_s", self.dump_timeout_s),
             "lookup_timeout_s": as_seconds("lookup_timeout_s", self.lookup_timeout_s),
             "accept_unverified": as_bool("accept_unverified", self.accept_unverified),
+            "durability": as_choice("durability", self.durability, Durability),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ucm.store.interface import Block, BlockKey, StoreSpec
+    from ucm.store.posix.durability import Durability
     from ucm.store.posix.lease import HostLease
 
 _BOUNCE_BYTES = 1024 * 1024
@@ -224,7 +225,14 @@ def _remove_if_same(path: str, descriptor: int) -> None:
 
 
 def write_block(
-    path: str, temp: str, spec: StoreSpec, block: Block, lease: HostLease, *, preallocates: bool
+    path: str,
+    temp: str,
+    spec: StoreSpec,
+    block: Block,
+    lease: HostLease,
+    *,
+    preallocates: bool,
+    durability: Durability,
 ) -> None:
     """Write the block to `temp` and rename it to `path`, or leave nothing behind.
 
@@ -244,14 +252,11 @@ def write_block(
             if preallocates and spec.block_bytes >= _PREALLOCATED_BYTES:
                 os.posix_fallocate(descriptor, 0, file_bytes(spec))
             _write_all(descriptor, [*block.segments, memoryview(footer)], lease)
+            durability.secure_data(descriptor)
         finally:
             os.close(descriptor)  # Network file systems report a full disk here.
         lease.check()
-        try:
-            os.rename(temp, path)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.rename(temp, path)
+        durability.rename(temp, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temp)

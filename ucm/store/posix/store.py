@@ -54,6 +54,7 @@ class PosixStore(EngineStore):
                 f"{len(spec.segment_bytes)} segments in a block, at most {_MAX_SEGMENTS} work"
             )
         self._accept_unverified = config.accept_unverified
+        self._durability = config.durability
         self.layout = BlockLayout(config.storage_backends, spec.namespace)
         super().__init__(spec, config)
 
@@ -67,6 +68,7 @@ class PosixStore(EngineStore):
             self.layout,
             self._prepare_directories(),
             accept_unverified=self._accept_unverified,
+            durability=self._durability,
         )
 
     def _scan(self) -> Iterator[BlockKey]:

@@ -7,6 +7,7 @@ import pytest
 
 from ucm.store import StoreConfigError
 from ucm.store.posix.config import OPTION_NAMES, PosixStoreConfig
+from ucm.store.posix.durability import Durability
 
 
 def test_where_to_store_is_all_that_is_required() -> None:
@@ -27,10 +28,11 @@ def test_every_option_can_be_given_as_text() -> None:
         "dump_timeout_s": "60",
         "lookup_timeout_s": "0.5",
         "accept_unverified": "false",
+        "durability": "Full",
     }
     assert raw.keys() == OPTION_NAMES
     assert PosixStoreConfig.from_mapping(raw) == PosixStoreConfig(
-        ("/a", "/b"), 16, 1.5, 60.0, 0.5, accept_unverified=False
+        ("/a", "/b"), 16, 1.5, 60.0, 0.5, accept_unverified=False, durability=Durability.FULL
     )
 
 
@@ -44,6 +46,7 @@ def test_every_option_can_be_given_as_text() -> None:
         ("dump_timeout_s", "soon"),
         ("lookup_timeout_s", None),
         ("accept_unverified", "perhaps"),
+        ("durability", "fsync"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option(option: str, value: object) -> None:

@@ -19,6 +19,7 @@ from ucm.integration.sglang.sglang_compat import (
     holds_dcp_shard,
     holds_heads,
     is_slot_sharded,
+    keeps_index_to_itself,
     logical_dtype,
     pool_ownership,
 )
@@ -58,6 +59,13 @@ class PoolOpener:
         _require_page_first(ANCHOR_POOL, host_pool)
         if has_no_bytes(host_pool):
             return _logical(ANCHOR_POOL, host_pool)
+        if keeps_index_to_itself(host_pool):
+            raise UnsupportedPoolError.because(
+                ANCHOR_POOL,
+                host_pool,
+                "holds a sparse-attention index that this SGLang stores nowhere, so a restored prefix would "
+                "give wrong text: run `ucm-sglang patch apply`, or start without --hicache-storage-backend",
+            )
         parts = probe_parts(ANCHOR_POOL, host_pool)
         if holds_heads(host_pool) and len(parts) != 2:
             raise UnsupportedPoolError.because(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Every difference between the SGLang releases we support, decided by what their types offer.
 
-Read in SGLang 0.5.10 to 0.5.23. Pool names and hit policies are `str` enums, so
+Read in SGLang 0.5.9 to 0.5.23. Pool names and hit policies are `str` enums, so
 the rest of the package compares them with plain text.
 """
 
@@ -33,8 +33,9 @@ BLOCK_GROUPS = "block_groups"  # From 0.5.22.
 # (0.5.23 `HybridCacheController.should_backup`); its states differ in size.
 STATE_POOL = "mamba"
 
-# 0.5.19 added the set of all lengths; before, a reply could carry the longest only.
-_REPLY_LISTS_LENGTHS = "restorable_prefix_pages" in {
+# 0.5.19 added the set of all lengths; before, a reply could carry the longest only. An unpatched 0.5.9 has no
+# v2 interface, and asks for no such reply.
+_REPLY_LISTS_LENGTHS = hasattr(hicache_storage, "PoolTransferResult") and "restorable_prefix_pages" in {
     field.name for field in fields(hicache_storage.PoolTransferResult)
 }
 
@@ -140,6 +141,16 @@ def has_no_bytes(host_pool: HostPool) -> bool:
     return getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 0)
 
 
+def keeps_index_to_itself(host_pool: HostPool) -> bool:
+    """Tell whether an anchor holds a sparse-attention index that SGLang moves to no storage.
+
+    Until 0.5.10 the index lies beside the KV, in a pool that moves pages of KV only, and has
+    no name of its own. Patches give it one.
+    """
+    names = getattr(hicache_storage, "PoolName", None)
+    return hasattr(host_pool, "index_k_with_scale_buffer") and not hasattr(names, "INDEXER")
+
+
 def indices_per_page(host_pool: HostPool) -> int:
     """Return how many host indices stand for one page; with DCP (0.5.23) more than its own tokens."""
     return int(getattr(host_pool, "logical_page_size", host_pool.page_size))
@@ -201,8 +212,11 @@ def byte_order(host_pool: HostPool) -> str:
     tokens of one layer. Pools that keep a page of one layer as a single row
     (DeepSeek V4, DSA indexer, linear-attention states) store the same in both.
     """
-    row_sizes = ("item_bytes", "state_page_bytes", "indexer_page_stride_size", "temporal_dtype")
-    return "rows" if any(hasattr(host_pool, size) for size in row_sizes) else str(host_pool.layout)
+    row_sizes = ("item_bytes", "state_page_bytes", "temporal_dtype")
+    # Until 0.5.10 the pool of the KV has the index's sizes as well.
+    is_index = hasattr(host_pool, "indexer_page_stride_size") and not hasattr(host_pool, "kv_buffer")
+    rows = is_index or any(hasattr(host_pool, size) for size in row_sizes)
+    return "rows" if rows else str(host_pool.layout)
 
 
 def logical_dtype(host_pool: HostPool) -> str:

@@ -53,6 +53,12 @@ class StoreCounters:
         with self._lock:
             self._stats.deadlines_missed += 1
 
+    def evicted(self, blocks: int, disk_bytes: int) -> None:
+        """Count blocks that were evicted."""
+        with self._lock:
+            self._stats.evicted += blocks
+            self._stats.evicted_bytes += disk_bytes
+
     def snapshot(self) -> StoreStats:
         """Return a copy that no longer changes."""
         with self._lock:

@@ -99,6 +99,8 @@ class StoreStats:
     lookup_hit: int = 0
     lookup_missing: int = 0
     deadlines_missed: int = 0  # Batches that returned without all their verdicts.
+    evicted: int = 0  # By this process, to keep below a capacity.
+    evicted_bytes: int = 0  # What these took in storage.
 
 
 class KVStore(ABC):
@@ -113,6 +115,8 @@ class KVStore(ABC):
     """
 
     spec: StoreSpec
+    evicts = False
+    """Blocks that are not used may be evicted; see `touch`."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -136,6 +140,9 @@ class KVStore(ABC):
     @abstractmethod
     def scan(self) -> Iterator[BlockKey]:
         """Yield the keys of stored blocks of this spec's identity, in no order."""
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 -- most stores have no use for it.
+        """Count blocks as used just now, where blocks that are not used get evicted; keys may be absent."""
 
     @abstractmethod
     def stats(self) -> StoreStats:

@@ -7,7 +7,9 @@ import difflib
 import enum
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ucm.store.errors import StoreConfigError
@@ -16,6 +18,26 @@ E = TypeVar("E", bound=enum.Enum)
 
 _TRUE = (True, 1, "1", "true", "yes", "on")
 _FALSE = (False, 0, "0", "false", "no", "off")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?i?b?|%)", re.IGNORECASE)
+_PREFIXES = "kmgtp"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much storage may be used.
+
+    Args:
+        size_bytes: A fixed number of bytes; 0 if it depends on the file system.
+        share: Else the part of the file system's size, above 0 and at most 1.
+    """
+
+    size_bytes: int = 0
+    share: float = 0.0
+
+    def of(self, file_system_bytes: int) -> int:
+        """Return the capacity in bytes on a file system of that size."""
+        return self.size_bytes or int(self.share * file_system_bytes)
 
 
 def reject_unknown(raw: Iterable[object], known: Collection[str], what: str) -> None:
@@ -96,6 +118,29 @@ def as_choice(key: str, value: object, choices: type[E]) -> E:
     except ValueError:
         names = [str(choice.value) for choice in choices]
         raise _wrong(key, value, " or ".join([", ".join(names[:-1]), names[-1]])) from None
+
+
+def as_capacity(key: str, value: object) -> Capacity | None:
+    """Read an amount of storage: bytes, "500GB", "1.5TiB", or "80%" of the file system; None stays None.
+
+    kB, MB, GB, TB and PB are powers of 1000, KiB to PiB powers of 1024.
+    """
+    if value is None or isinstance(value, Capacity):
+        return value
+    expected = "a number of bytes, a size like '500GB' or '1.5TiB', or a share of the file system like '80%'"
+    found = _SIZE.fullmatch(str(value).strip()) if isinstance(value, (int, float, str)) else None
+    if isinstance(value, bool) or found is None:
+        raise _wrong(key, value, expected)
+    number, unit = float(found[1]), found[2].lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise _wrong(key, value, "a share above 0% and up to 100%")
+        return Capacity(share=number / 100)
+    power = _PREFIXES.index(unit[0]) + 1 if unit[:1] and unit[0] in _PREFIXES else 0
+    size_bytes = int(number * (1024 if "i" in unit else 1000) ** power)
+    if not size_bytes or unit == "i" or unit == "ib":
+        raise _wrong(key, value, expected)
+    return Capacity(size_bytes)
 
 
 def as_directories(key: str, value: object) -> tuple[str, ...]:

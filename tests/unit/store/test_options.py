@@ -6,7 +6,17 @@ from __future__ import annotations
 import pytest
 
 from ucm.store import StoreConfigError
-from ucm.store.options import as_bool, as_directories, as_int, as_mapping, as_seconds, as_text, reject_unknown
+from ucm.store.options import (
+    Capacity,
+    as_bool,
+    as_capacity,
+    as_directories,
+    as_int,
+    as_mapping,
+    as_seconds,
+    as_text,
+    reject_unknown,
+)
 
 
 @pytest.mark.parametrize("value", [True, 1, "1", "true", "True", " TRUE ", "yes", "on"])
@@ -47,6 +57,43 @@ def test_seconds_must_be_positive_and_finite(value: object) -> None:
         StoreConfigError, match=r"'load_timeout_s' is .*; expected a positive number of seconds"
     ):
         as_seconds("load_timeout_s", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "size_bytes"),
+    [
+        (500_000_000_000, 500_000_000_000),
+        ("500000000000", 500_000_000_000),
+        ("500GB", 500_000_000_000),
+        (" 500 gb ", 500_000_000_000),
+        ("0.5T", 500_000_000_000),
+        (5e11, 500_000_000_000),
+        ("1.5TiB", 3 * 2**39),
+        ("64KiB", 65_536),
+        ("1B", 1),
+    ],
+)
+def test_a_capacity_may_be_a_number_or_a_size(value: object, size_bytes: int) -> None:
+    assert as_capacity("capacity_bytes", value) == Capacity(size_bytes)
+
+
+@pytest.mark.parametrize("value", ["80%", "80 %", "80.0%", Capacity(share=0.8)])
+def test_a_capacity_may_be_a_share_of_the_file_system(value: object) -> None:
+    capacity = as_capacity("capacity_bytes", value)
+    assert capacity is not None
+    assert capacity.of(1000) == 800
+
+
+def test_no_capacity_stays_none() -> None:
+    assert as_capacity("capacity_bytes", None) is None
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, "0GB", "", "much", "5 XB", "1.5.2GB", "GB", True, [], "1i", "0%", "101%", "-5%"]
+)
+def test_anything_else_is_no_capacity(value: object) -> None:
+    with pytest.raises(StoreConfigError, match=r"'capacity_bytes' is .*; expected a"):
+        as_capacity("capacity_bytes", value)
 
 
 @pytest.mark.parametrize("value", ["/a:/b", ["/a", "/b"], ("/a/", "/b/."), " /a : /b ", "/a::/b:"])

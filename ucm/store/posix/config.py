@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 from ucm.store.errors import StoreConfigError
-from ucm.store.options import as_bool, as_choice, as_directories, as_int, as_seconds, reject_unknown
+from ucm.store.options import (
+    Capacity,
+    as_bool,
+    as_capacity,
+    as_choice,
+    as_directories,
+    as_int,
+    as_seconds,
+    reject_unknown,
+)
 from ucm.store.posix.durability import Durability
 
 if TYPE_CHECKING:
@@ -38,6 +47,8 @@ class FileOptions(EngineOptions, Protocol):
     def accept_unverified(self) -> bool: ...  # noqa: D102
     @property
     def durability(self) -> Durability: ...  # noqa: D102
+    @property
+    def capacity_bytes(self) -> Capacity | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,8 @@ class PosixStoreConfig:
             writes it, is a block. It has neither checksum nor identity: name and size
             are all there is to know it by.
         durability: What of a block survives a power loss: `none`, `data` or `full`.
+        capacity_bytes: What the blocks below each root may take together before those
+            not used for longest are evicted; None: nothing is ever evicted.
     """
 
     storage_backends: tuple[str, ...]
@@ -66,6 +79,7 @@ class PosixStoreConfig:
     lookup_timeout_s: float = 2.0
     accept_unverified: bool = True
     durability: Durability = Durability.NONE
+    capacity_bytes: Capacity | None = None
 
     def __post_init__(self) -> None:
         parsed: dict[str, object] = {
@@ -76,6 +90,7 @@ class PosixStoreConfig:
             "lookup_timeout_s": as_seconds("lookup_timeout_s", self.lookup_timeout_s),
             "accept_unverified": as_bool("accept_unverified", self.accept_unverified),
             "durability": as_choice("durability", self.durability, Durability),
+            "capacity_bytes": as_capacity("capacity_bytes", self.capacity_bytes),
         }
         for name, value in parsed.items():
             object.__setattr__(self, name, value)

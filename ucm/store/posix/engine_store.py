@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ucm.store.posix.blocks import StoredBlocks
     from ucm.store.posix.call import Call
+    from ucm.store.posix.capacity.uses import UseLog
     from ucm.store.posix.config import EngineOptions
 
 
@@ -32,7 +33,10 @@ class EngineStore(KVStore):
         config: Deadlines and threads.
         label: What messages call it.
         files: Does the work on one block.
+        uses: Where written and used blocks are noted; None if nobody wants to know.
     """
+
+    uses: UseLog | None = None
 
     def __init__(self, spec: StoreSpec, config: EngineOptions) -> None:
         self.spec = spec

@@ -26,6 +26,7 @@ class BlockLayout:
     A block lives below one root only, chosen by its key.
 
     Attributes:
+        roots: The storage roots.
         directories: The namespace's directory below each root, in the roots' order.
     """
 
@@ -34,6 +35,7 @@ class BlockLayout:
             # A shard's name or a hidden directory would be taken for part of the parent namespace.
             if not part or part.startswith(".") or "\0" in part or _SHARD_NAME.fullmatch(part):
                 raise StoreConfigError(f"namespace {namespace!r} is no usable relative directory")
+        self.roots = tuple(roots)
         self.directories = tuple(f"{root}/{namespace}" if namespace else root for root in roots)
 
     def root_index(self, key: BlockKey) -> int:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ucm.store.interface import BlockStatus
-from ucm.store.posix.blocks import DONE, UNVERIFIED, Verdict
+from ucm.store.posix.blocks import DONE, STORED_ALREADY, UNVERIFIED, Verdict
 from ucm.store.posix.call import Call
 from ucm.store.posix.engine import Urgency
 
@@ -141,6 +141,10 @@ class _OnBlocks(_Operation[list[BlockStatus]]):
     def key(self, index: int) -> BlockKey:
         return self.blocks[index].key
 
+    def keys_with(self, wanted: V, outcomes: Sequence[V]) -> list[BlockKey]:
+        """Return the keys of the blocks with one of the outcomes."""
+        return [block.key for block, outcome in zip(self.blocks, outcomes, strict=True) if outcome == wanted]
+
 
 class Load(_OnBlocks):
     """Read blocks into their segments."""
@@ -166,6 +170,8 @@ class Load(_OnBlocks):
             judged = self.judge(verdicts)
             statuses, unverified = [verdict.status for verdict in judged], judged.count(UNVERIFIED)
         self.store.counters.loaded(statuses, unverified)
+        if self.store.uses:
+            self.store.uses.used(self.keys_with(BlockStatus.DONE, statuses))
         return statuses
 
 
@@ -192,4 +198,7 @@ class Dump(_OnBlocks):
         judged = self.judge(verdicts)
         statuses = [verdict.status for verdict in judged]
         self.store.counters.dumped(judged.count(DONE), statuses.count(BlockStatus.FAILED))
+        if self.store.uses:
+            self.store.uses.written(self.keys_with(DONE, judged))
+            self.store.uses.used(self.keys_with(STORED_ALREADY, judged))
         return statuses

@@ -8,7 +8,9 @@ import os
 from typing import TYPE_CHECKING, TypeVar
 
 from ucm.store.errors import StoreConfigError, StoreUnavailableError
+from ucm.store.posix.block_file import file_bytes
 from ucm.store.posix.blocks import BlockFiles
+from ucm.store.posix.capacity.service import SharedCapacity
 from ucm.store.posix.engine import Urgency
 from ucm.store.posix.engine_store import EngineStore
 from ucm.store.posix.file_io import is_block_of, prepare_directory
@@ -57,6 +59,20 @@ class PosixStore(EngineStore):
         self._durability = config.durability
         self.layout = BlockLayout(config.storage_backends, spec.namespace)
         super().__init__(spec, config)
+        if config.capacity_bytes is not None:
+            self.evicts = True
+            self.uses = SharedCapacity.join(
+                self.layout, spec.namespace, file_bytes(spec), config.capacity_bytes, self.counters.evicted
+            )
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        if self.uses:
+            self.uses.used(keys)
+
+    def close(self) -> None:
+        if self.uses:
+            SharedCapacity.leave(self.uses)
+        super().close()
 
     def scan(self) -> Iterator[BlockKey]:
         self._require_open()

@@ -6,13 +6,16 @@ from __future__ import annotations
 import pytest
 
 from ucm.store import StoreConfigError
+from ucm.store.options import Capacity
 from ucm.store.posix.config import OPTION_NAMES, PosixStoreConfig
 from ucm.store.posix.durability import Durability
 
 
 def test_where_to_store_is_all_that_is_required() -> None:
     config = PosixStoreConfig.from_mapping({"storage_backends": "/mnt/a"})
-    assert config == PosixStoreConfig(("/mnt/a",), 8, 5.0, 30.0, 2.0, accept_unverified=True)
+    assert config == PosixStoreConfig(
+        ("/mnt/a",), 8, 5.0, 30.0, 2.0, accept_unverified=True, capacity_bytes=None
+    )
 
 
 def test_where_to_store_is_required() -> None:
@@ -29,10 +32,18 @@ def test_every_option_can_be_given_as_text() -> None:
         "lookup_timeout_s": "0.5",
         "accept_unverified": "false",
         "durability": "Full",
+        "capacity_bytes": "1GB",
     }
     assert raw.keys() == OPTION_NAMES
     assert PosixStoreConfig.from_mapping(raw) == PosixStoreConfig(
-        ("/a", "/b"), 16, 1.5, 60.0, 0.5, accept_unverified=False, durability=Durability.FULL
+        ("/a", "/b"),
+        16,
+        1.5,
+        60.0,
+        0.5,
+        accept_unverified=False,
+        durability=Durability.FULL,
+        capacity_bytes=Capacity(10**9),
     )
 
 
@@ -47,6 +58,7 @@ def test_every_option_can_be_given_as_text() -> None:
         ("lookup_timeout_s", None),
         ("accept_unverified", "perhaps"),
         ("durability", "fsync"),
+        ("capacity_bytes", "all of it"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option(option: str, value: object) -> None:

@@ -17,9 +17,11 @@ import pytest
 
 from ucm.testing import block_damage
 from ucm.testing.cpu_deployment import CpuDeployment
+from ucm.testing.page_hashes import page_hashes
 from ucm.testing.restartable_server import thread_names
-from ucm.testing.served_model import ServedModel, StoredPrompt, wait_until
+from ucm.testing.served_model import ServedModel, StoredPrompt, wait_for_blocks, wait_until
 from ucm.testing.sglang_selection import Selection
+from ucm.testing.stored_blocks import StoredBlocks
 from ucm.validation.results import Answer, CachedTokens, Continuation, Report
 from ucm.validation.scenario import Settings
 from ucm.validation.validate import Surroundings, validate, validate_after_restart
@@ -221,6 +223,37 @@ def test_a_restarted_server_restores_from_storage(name: str, after_restart: Vali
 
 
 @pytest.mark.parametrize("served", ["patched"], indirect=True)
+def test_a_replica_restores_as_much_as_a_lone_server_on_a_warm_directory(
+    after_restart: Validated, replica: ServedModel, first_run: Validated
+) -> None:
+    report, _ = validate_after_restart(
+        replica.client, first_run.continuation, Settings(), Surroundings(), seed=3, say=print
+    )
+    assert report.ok
+    assert [(phase.name, phase.cached) for phase in report.phases] == [
+        (phase.name, phase.cached) for phase in after_restart.report.phases
+    ]
+
+
+@pytest.mark.parametrize("served", ["patched"], indirect=True)
+def test_a_replica_restores_a_prompt_while_the_other_server_writes_the_next_ones(
+    served: ServedModel, after_restart: Validated, replica: ServedModel
+) -> None:
+    assert after_restart.report.ok
+    prompts = [served.prompts.take(PROMPT_TOKENS) for _ in range(8)]
+    overlaps = 0
+    with ThreadPoolExecutor(1) as executor:
+        computed = [executor.submit(served.generate, prompt) for prompt in prompts]
+        for prompt, cold in zip(prompts, computed, strict=True):
+            wait_for_blocks(blocks_of(prompt, served))
+            reply = replica.generate(prompt)
+            overlaps += not computed[-1].done()
+            assert reply.cached == CachedTokens(storage=RESTORABLE_TOKENS)
+            assert_same_answer(reply.answer, cold.result().answer)
+    assert overlaps
+
+
+@pytest.mark.parametrize("served", ["patched"], indirect=True)
 def test_a_replica_restores_what_another_server_stored(
     served: ServedModel, after_restart: Validated, replica: ServedModel
 ) -> None:
@@ -271,6 +304,14 @@ def test_no_server_log_tells_of_an_exception(served: ServedModel, after_restart:
 def needed_blocks(stored: StoredPrompt, pool: str) -> list[Path]:
     """Return the least whose loss leaves nothing of a prompt to restore: a page of KV, or every state."""
     return stored.blocks[pool][:1] if pool == "kv" else stored.blocks[pool]
+
+
+def blocks_of(prompt: tuple[int, ...], served: ServedModel) -> list[Path]:
+    """Return the files that a prompt leaves behind."""
+    (root,) = served.deployment.storage_roots
+    stored = StoredBlocks(root, served.profile.model)
+    hashes = page_hashes(prompt, PAGE_TOKENS)
+    return [*map(stored.primary, hashes), stored.sidecar("mamba_53760x1", hashes[-1])]
 
 
 def generate_on_both(

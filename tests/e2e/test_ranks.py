@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 RANKS = 2
 LOGPROB_TOLERANCE = 1e-5
-BURST = 4
+# More than fit into L1 together, so that some are computed only when others have been stored.
+BURST = 8
 _POLL_S = 0.001
 
 
@@ -86,9 +87,9 @@ FAMILIES = {
     ),
     "deepseek_v4": Family(
         page_tokens=256,
-        flags=("--max-total-tokens", "8192"),
+        flags=("--max-total-tokens", "4096"),
         lengths=(520, 600, 1100),
-        burst_tokens=1100,
+        burst_tokens=600,
         namespaces={
             "swa": "swa_748800x1",
             "deepseek_v4_c4": "deepseek_v4_c4_74880x1",

@@ -51,6 +51,7 @@ class FaultyMount:
         )
         os.close(device)
         self._faults: list[dict[str, object]] = []
+        self.heal()  # Returns once the server is up.
 
     def fail(self, operation: str, error: int, file: str = "") -> None:
         """Answer an operation of the FUSE protocol ("*": all) with an errno, on paths with `file` in them."""

@@ -10,8 +10,13 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import nox
+import nox.command
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "tests"]
@@ -20,6 +25,7 @@ nox.options.error_on_external_run = True
 REPOSITORY = Path(__file__).resolve().parent
 SGLANG = "0.5.23"
 ENVIRONMENT = REPOSITORY / ".nox" / f"sglang-{SGLANG}"
+NATIVE_PACKAGE = REPOSITORY / ".nox" / "native-ucm"
 
 
 @nox.session(venv_backend="none")
@@ -32,7 +38,9 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test that CI runs: units, patches against the released wheel, and real servers."""
     _run(
-        session, "-m", "pytest", *(session.posargs or ["tests", "plugins/sglang-cpu/tests", "-m", "not slow"])
+        session,
+        *("-m", "pytest", *(session.posargs or ["tests", "plugins/sglang-cpu/tests", "-m", "not slow"])),
+        env=_native_package(session, required=False),
     )
 
 
@@ -60,6 +68,17 @@ def e2e(session: nox.Session) -> None:
 def flash43(session: nox.Session) -> None:
     """Serve a model with all layers of DeepSeek V4 Flash, to check the sizes of its pools: some minutes."""
     _run(session, "-m", "pytest", "tests/e2e/test_deepseek_v4_flash43.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def native(session: nox.Session) -> None:
+    """UCM's own PosixStore behind our interface: the contract, and a server with MAMBA state; 15 minutes."""
+    _run(
+        session,
+        *("-m", "pytest", "tests/unit/store/native", "tests/e2e/test_mamba.py", "-k", "native"),
+        *session.posargs,
+        env=_native_package(session, required=True),
+    )
 
 
 @nox.session(venv_backend="none", default=False)
@@ -94,7 +113,21 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
 
 
-def _run(session: nox.Session, *arguments: str) -> None:
+def _native_package(session: nox.Session, *, required: bool) -> dict[str, str]:
+    """Install UCM's own package into a directory of its own; return the environment that names it to tests.
+
+    Seconds, once. Where it cannot be had and is not required, its tests are skipped.
+    """
+    try:
+        _run(session, "-m", "ucm.testing.native_ucm", str(NATIVE_PACKAGE))
+    except nox.command.CommandFailed:
+        if required:
+            raise
+        return {}
+    return {"UCM_TEST_NATIVE_PACKAGE": str(NATIVE_PACKAGE)}
+
+
+def _run(session: nox.Session, *arguments: str, env: Mapping[str, str] | None = None) -> None:
     """Run Python with these arguments in the shared SGLang environment, building that first if needed."""
     session.run(
         sys.executable, "scripts/sglang_environment.py", str(ENVIRONMENT), "--sglang", SGLANG, external=True
@@ -104,5 +137,9 @@ def _run(session: nox.Session, *arguments: str) -> None:
         f"{binaries}/python",
         *arguments,
         external=True,
-        env={"PATH": os.pathsep.join([binaries, os.environ["PATH"]]), "VIRTUAL_ENV": str(ENVIRONMENT)},
+        env={
+            "PATH": os.pathsep.join([binaries, os.environ["PATH"]]),
+            "VIRTUAL_ENV": str(ENVIRONMENT),
+            **(env or {}),
+        },
     )

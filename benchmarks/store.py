@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from contextlib import closing
 from functools import partial
@@ -29,12 +27,11 @@ from benchmarks.results import (
 )
 from ucm.store import Block, BlockKey, BlockStatus, StoreSpec
 from ucm.store.factory import StoreConfig, open_store
+from ucm.testing import native_ucm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NATIVE_WHEEL = "uc-manager-cann900-a2==0.9.0rc3"
-NATIVE_REQUIREMENT = "wrapt==1.17.2"  # Imported by the wheel and not declared.
 PAGE_BYTES = (34_560, 65_536, 177_408, 262_144, 786_240, 1_048_576, 2_752_512, 4_194_304)
 PAGES = 32
 LOOKUP_PAGE_BYTES, LOOKUP_PAGES = 4096, 1000
@@ -42,7 +39,7 @@ SMALL_PAGE_BYTES = 177_408
 SMALL_PAGE_SPEEDUP = 1.25
 LOOKUP_SPEEDUP = 1.3
 METHOD = f"""\
-`ours` is the embedded PosixStore with checksums on, `other` the native PosixStore of {NATIVE_WHEEL}
+`ours` is the embedded PosixStore with checksums on, `other` the native PosixStore of {native_ucm.wheel()}
 with `io_direct` off, in a process of its own. Both store, look up and load {PAGES} blocks of one
 segment ({LOOKUP_PAGES} for `exists`), under new keys in every turn. Required: no slower at any size,
 {SMALL_PAGE_SPEEDUP} times as fast up to {SMALL_PAGE_BYTES} bytes, {LOOKUP_SPEEDUP} times as fast when
@@ -51,14 +48,8 @@ looking up {LOOKUP_PAGES} keys."""
 
 def install_native(directory: Path) -> None:
     """Install the native wheel into a directory of its own, so that it never meets our package."""
-    progress(f"store: installing {NATIVE_WHEEL}")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory)),
-            *(NATIVE_WHEEL, NATIVE_REQUIREMENT),
-        ],
-        check=True,
-    )
+    progress(f"store: installing {native_ucm.wheel()}")
+    native_ucm.install(directory)
 
 
 def measure(

@@ -2,7 +2,8 @@
 """A real server with a MAMBA hybrid: reuse from every tier, restart, damage, replicas.
 
 Two deployments cover both layouts, whole and chunked prefill, and two ways of selecting the backend; a
-replica of the first covers the third way. Each server is started once and restarted once; tests run in the
+replica of the first covers the third way. A third one, with the native store of UCM's own package, is
+left to `nox -s native`. Each server is started once and restarted once; tests run in the
 order of this file, and every prompt is new, so that they do not depend on each other.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucm.testing import block_damage
+from ucm.testing import block_damage, native_ucm
 from ucm.testing.cpu_deployment import CpuDeployment
 from ucm.testing.page_hashes import page_hashes
 from ucm.testing.restartable_server import thread_names
@@ -75,7 +76,7 @@ class Validated:
     continuation: Continuation
 
 
-@pytest.fixture(scope="module", params=["patched", "plugin"])
+@pytest.fixture(scope="module", params=["patched", "plugin", pytest.param("native", marks=pytest.mark.slow)])
 def served(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -99,7 +100,14 @@ def served(
         chunk_tokens=128,
         storage_roots=(directory / "kv-a", directory / "kv-b"),
     )
-    deployment = {"patched": patched, "plugin": plugin}[request.param]
+    native = replace(
+        plugin,
+        storage_roots=(directory / "kv",),
+        storage_options={"engine": "native", "native_package": str(native_ucm.directory())},
+    )
+    if request.param == "native" and native_ucm.directory() is None:
+        pytest.skip("UCM's own package is not installed; nox -s native does that")
+    deployment = {"patched": patched, "plugin": plugin, "native": native}[request.param]
     with ServedModel(deployment, directory, seed=1) as model:
         yield model
 

@@ -8,9 +8,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucm.store.errors import StoreConfigError, StoreUnavailableError
+from ucm.store.errors import StoreConfigError
 from ucm.store.identity import check_or_write_identity
 from ucm.store.interface import KVStore, StoreSpec
+from ucm.store.native.config import PIPELINE_CONNECTOR, NativeStoreConfig
 from ucm.store.options import as_mapping, as_text, reject_unknown
 from ucm.store.posix.config import OPTION_NAMES, PosixStoreConfig
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTOR_KEYS = ("ucm_connector_name", "ucm_connector_module_path", "ucm_connector_config")
 DEFAULT_CONNECTOR = "UcmPosixStore"
+EMBEDDED, NATIVE = "embedded", "native"
 
 # Upstream's stores that keep plain files below `storage_backends`, and the modules it has them in.
 _POSIX_CONNECTORS = frozenset({DEFAULT_CONNECTOR, "UcmPipelineStore", "UcmNfsStore", "UcmPcStore"})
@@ -99,13 +101,13 @@ class StoreConfig:
 
     Args:
         connector_name: Class or factory name as the user gave it.
-        options: Parsed options of the embedded store, or whatever a store from
-            `module_path` is to be given.
-        module_path: Module that provides `connector_name`; None for the embedded store.
+        options: Parsed options of the embedded or a native store, or whatever a store
+            from `module_path` is to be given.
+        module_path: Module that provides `connector_name`; None for those two.
     """
 
     connector_name: str
-    options: PosixStoreConfig | Mapping[str, object]
+    options: PosixStoreConfig | NativeStoreConfig | Mapping[str, object]
     module_path: str | None = None
 
     @classmethod
@@ -126,19 +128,30 @@ class StoreConfig:
             options = {key: value for key, value in raw.items() if key not in CONNECTOR_KEYS}
         name = as_text("ucm_connector_name", raw.get("ucm_connector_name", DEFAULT_CONNECTOR))
         module_path = raw.get("ucm_connector_module_path")
+        engine = options.get("engine", EMBEDDED)
+        if engine not in (EMBEDDED, NATIVE):
+            raise StoreConfigError(f"option 'engine' is {engine!r}; expected {EMBEDDED!r} or {NATIVE!r}")
+        options = {key: value for key, value in options.items() if key != "engine"}
+        if engine == NATIVE:
+            name = PIPELINE_CONNECTOR if name == DEFAULT_CONNECTOR else name
+            path = as_text("ucm_connector_module_path", module_path) if module_path else None
+            return cls(name, NativeStoreConfig.from_mapping(name, path, options))
         if module_path and module_path not in _POSIX_MODULES:
             return cls(name, options, as_text("ucm_connector_module_path", module_path))
         if name not in _POSIX_CONNECTORS:
             raise StoreConfigError(
                 f"option 'ucm_connector_name' is {name!r}; expected one of {sorted(_POSIX_CONNECTORS)}, "
-                "or set 'ucm_connector_module_path' to the module that provides it"
+                "or set 'ucm_connector_module_path' to the module that provides it, "
+                "or 'engine' to 'native' for a store of UCM's own package"
             )
         return cls(name, PosixStoreConfig.from_mapping(_without_upstream_options(options)))
 
     @property
     def storage_roots(self) -> tuple[str, ...]:
         """The directories this store keeps its files in; empty if it keeps none that we know of."""
-        return self.options.storage_backends if isinstance(self.options, PosixStoreConfig) else ()
+        if isinstance(self.options, (PosixStoreConfig, NativeStoreConfig)):
+            return self.options.storage_backends
+        return ()
 
 
 def open_store(spec: StoreSpec, config: StoreConfig) -> KVStore:
@@ -152,6 +165,10 @@ def open_store(spec: StoreSpec, config: StoreConfig) -> KVStore:
         from ucm.store.posix.store import PosixStore  # Only now: other stores need none of it.
 
         return PosixStore(spec, config.options)
+    if isinstance(config.options, NativeStoreConfig):
+        from ucm.store.native.store import open_native_store  # As above.
+
+        return open_native_store(spec, config.options)
     store = _custom_opener(config)(spec, config.options)
     if not isinstance(store, KVStore):
         raise StoreConfigError(
@@ -174,18 +191,9 @@ def claim_identity(config: StoreConfig, record_name: str, record: Mapping[str, o
 
     Raises:
         StoreConfigError: A different record exists; names its path, the field and both values.
-        StoreUnavailableError: A root cannot be read or written, or does not answer.
+        StoreUnavailableError: A root cannot be read or written.
     """
-    roots = config.storage_roots
-    if not roots or not isinstance(config.options, PosixStoreConfig):
-        return
-    from ucm.store.posix.engine import run_alone  # Only now: other stores need none of it.
-
-    timeout_s = config.options.dump_timeout_s
-    if not run_alone(lambda: check_or_write_identity(roots, record_name, record), timeout_s):
-        raise StoreUnavailableError(
-            f"cannot read the identity records below {' or '.join(roots)}: no answer within {timeout_s:g} s"
-        )
+    check_or_write_identity(config.storage_roots, record_name, record)
 
 
 def _without_upstream_options(options: Mapping[str, object]) -> dict[str, object]:
@@ -193,7 +201,8 @@ def _without_upstream_options(options: Mapping[str, object]) -> dict[str, object
     pipeline = ours.pop("store_pipeline", "Posix")
     if pipeline not in _POSIX_PIPELINES:
         raise StoreConfigError(
-            f"option 'store_pipeline' is {pipeline!r}; expected one of {sorted(_POSIX_PIPELINES)}"
+            f"option 'store_pipeline' is {pipeline!r}; expected one of {sorted(_POSIX_PIPELINES)}, "
+            "or option 'engine' set to 'native' for a pipeline of UCM's own package"
         )
     ignored = sorted(_IGNORED_UPSTREAM_OPTIONS & ours.keys())
     if ignored:

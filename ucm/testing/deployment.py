@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ucm.testing.sglang_selection import Selection, backend_flags
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 _IO_BACKENDS = {"page_first": "kernel", "page_first_direct": "direct"}
@@ -30,6 +31,7 @@ class Deployment(ABC):
         patched: SGLang's patched package directory; needed for that selection only.
         layout: `--hicache-mem-layout`; decides the I/O backend.
         storage_roots: Where the backend stores; created.
+        storage_options: Other settings of the backend.
         extra_flags: What this deployment needs besides; wins over all others.
         start_deadline_s: How long a server may take until it answers.
     """
@@ -39,6 +41,7 @@ class Deployment(ABC):
     patched: Path | None
     layout: str
     storage_roots: tuple[Path, ...]
+    storage_options: Mapping[str, object] = field(default_factory=dict)
     extra_flags: tuple[str, ...] = ()
     start_deadline_s: float = 300.0
 
@@ -55,5 +58,5 @@ class Deployment(ABC):
         return [
             *_HICACHE_FLAGS,
             *("--hicache-mem-layout", self.layout, "--hicache-io-backend", _IO_BACKENDS[self.layout]),
-            *backend_flags(self.selection, self.storage_roots),
+            *backend_flags(self.selection, self.storage_roots, self.storage_options),
         ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ucm.testing.sglang_copy import link_package
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -36,9 +36,11 @@ def patched_copy(site_packages: Path) -> Path:
     return package
 
 
-def backend_flags(selection: Selection, storage_roots: Sequence[Path]) -> list[str]:
-    """Return the server flags that select the backend and say where it stores."""
-    extra: dict[str, object] = {"storage_backends": [str(root) for root in storage_roots]}
+def backend_flags(
+    selection: Selection, storage_roots: Sequence[Path], options: Mapping[str, object]
+) -> list[str]:
+    """Return the server flags that select the backend and say where and how it stores."""
+    extra: dict[str, object] = {"storage_backends": [str(root) for root in storage_roots], **options}
     name = "unifiedcache"
     if selection is Selection.DYNAMIC:
         name = "dynamic"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ucm.store.errors import StoreConfigError
 from ucm.store.options import (
@@ -23,32 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_IO_THREADS = 16
-
-
-class EngineOptions(Protocol):
-    """What a store on the shared engine is told; see `PosixStoreConfig`."""
-
-    @property
-    def io_threads(self) -> int: ...  # noqa: D102
-    @property
-    def load_timeout_s(self) -> float: ...  # noqa: D102
-    @property
-    def dump_timeout_s(self) -> float: ...  # noqa: D102
-    @property
-    def lookup_timeout_s(self) -> float: ...  # noqa: D102
-
-
-class FileOptions(EngineOptions, Protocol):
-    """What a store of block files is told besides; see `PosixStoreConfig`."""
-
-    @property
-    def storage_backends(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def accept_unverified(self) -> bool: ...  # noqa: D102
-    @property
-    def durability(self) -> Durability: ...  # noqa: D102
-    @property
-    def capacity_bytes(self) -> Capacity | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

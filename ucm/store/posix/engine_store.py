@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ucm.store.posix.blocks import StoredBlocks
     from ucm.store.posix.call import Call
     from ucm.store.posix.capacity.uses import UseLog
-    from ucm.store.posix.config import EngineOptions
+    from ucm.store.posix.config import PosixStoreConfig
 
 
 class EngineStore(KVStore):
@@ -38,7 +38,7 @@ class EngineStore(KVStore):
 
     uses: UseLog | None = None
 
-    def __init__(self, spec: StoreSpec, config: EngineOptions) -> None:
+    def __init__(self, spec: StoreSpec, config: PosixStoreConfig) -> None:
         self.spec = spec
         self.config = config
         self.label = spec.namespace or "(root)"

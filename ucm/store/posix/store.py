@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucm.store.interface import BlockKey, StoreSpec
-    from ucm.store.posix.config import FileOptions
+    from ucm.store.posix.config import PosixStoreConfig
     from ucm.store.posix.file_io import FileSystem, Scratch
     from ucm.store.posix.lease import HostLease
 
@@ -50,7 +50,7 @@ class PosixStore(EngineStore):
 
     files: BlockFiles
 
-    def __init__(self, spec: StoreSpec, config: FileOptions) -> None:
+    def __init__(self, spec: StoreSpec, config: PosixStoreConfig) -> None:
         if len(spec.segment_bytes) > _MAX_SEGMENTS:
             raise StoreConfigError(
                 f"{len(spec.segment_bytes)} segments in a block, at most {_MAX_SEGMENTS} work"

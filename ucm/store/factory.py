@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucm.store.errors import StoreConfigError
+from ucm.store.errors import StoreConfigError, StoreUnavailableError
 from ucm.store.identity import check_or_write_identity
 from ucm.store.interface import KVStore, StoreSpec
 from ucm.store.native.config import PIPELINE_CONNECTOR, NativeStoreConfig
@@ -191,9 +191,18 @@ def claim_identity(config: StoreConfig, record_name: str, record: Mapping[str, o
 
     Raises:
         StoreConfigError: A different record exists; names its path, the field and both values.
-        StoreUnavailableError: A root cannot be read or written.
+        StoreUnavailableError: A root cannot be read or written, or does not answer.
     """
-    check_or_write_identity(config.storage_roots, record_name, record)
+    roots = config.storage_roots
+    if not roots or not isinstance(config.options, PosixStoreConfig):
+        return
+    from ucm.store.posix.engine import run_alone  # Only now: other stores need none of it.
+
+    timeout_s = config.options.dump_timeout_s
+    if not run_alone(lambda: check_or_write_identity(roots, record_name, record), timeout_s):
+        raise StoreUnavailableError(
+            f"cannot read the identity records below {' or '.join(roots)}: no answer within {timeout_s:g} s"
+        )
 
 
 def _without_upstream_options(options: Mapping[str, object]) -> dict[str, object]:

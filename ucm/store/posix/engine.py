@@ -459,3 +459,22 @@ class SharedEngine:
             engine, cls._engine = cls._engine, None
         if engine is not None:
             engine.close()
+
+
+def run_alone(work: Callable[[], object], timeout_s: float) -> bool:
+    """Do something that may wait for storage in a worker; False if it takes longer than `timeout_s`.
+
+    Raises:
+        StoreUnavailableError: There is no worker to be had.
+        Exception: Whatever `work` raised.
+    """
+    engine = SharedEngine.acquire(1)
+
+    def item(_index: int, _scratch: Scratch, _lease: HostLease) -> bool:
+        work()
+        return True
+
+    try:
+        return engine.run(item, 1, urgency=Urgency.WRITE, timeout_s=timeout_s) == [True]
+    finally:
+        SharedEngine.release()

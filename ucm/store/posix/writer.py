@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import time
 from functools import cache
 
 # Far beyond any dump deadline: a file this old is nobody's, whatever machine its writer was on.
@@ -27,28 +26,33 @@ def remove_orphans(directory: str) -> int:
     """Remove the files in preparation whose writers are gone; return how many.
 
     A writer on this machine and in this PID namespace is asked for by its process
-    id. Any other is gone when its file is an hour old.
+    id. Any other is gone when its file is an hour old, by the clock that dates the files:
+    this machine's may be wrong.
     """
     removed = 0
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return 0
+    if not names:
+        return 0
+    os.utime(directory)
+    now = os.stat(directory).st_mtime
     for name in names[:_MAX_REMOVALS]:
         path = f"{directory}/{name}"
         with contextlib.suppress(OSError):
-            if _is_orphan(path, name):
+            if _is_orphan(path, name, now):
                 os.unlink(path)
                 removed += 1
     return removed
 
 
-def _is_orphan(path: str, name: str) -> bool:
+def _is_orphan(path: str, name: str, now: float) -> bool:
     place, _, rest = name.rpartition(".")[2].partition("-")
     pid = rest.partition("-")[0]
     if place == _place() and pid.isdecimal():
         return not _is_alive(int(pid))
-    return time.time() - os.stat(path).st_mtime > _ORPHAN_AGE_S
+    return now - os.stat(path).st_mtime > _ORPHAN_AGE_S
 
 
 def _is_alive(pid: int) -> bool:

@@ -9,6 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from ucm.store.posix.writer import new_writer_name, remove_orphans
 
 if TYPE_CHECKING:
@@ -51,6 +53,19 @@ def test_a_file_from_another_machine_stays_for_an_hour(tmp_path: Path) -> None:
     # Its process id means nothing here, dead or alive.
     young = leave_file(tmp_path, f"elsewhere-{os.getpid()}-aa-1", age_s=3000)
     old = leave_file(tmp_path, f"elsewhere-{os.getpid()}-aa-2", age_s=4000)
+    assert remove_orphans(str(tmp_path)) == 1
+    assert young.exists()
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0, -86_400.0])
+def test_a_wrong_clock_costs_no_live_writer_its_file_and_keeps_no_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    young = leave_file(tmp_path, f"elsewhere-{os.getpid()}-aa-1", age_s=3000)
+    old = leave_file(tmp_path, f"elsewhere-{os.getpid()}-aa-2", age_s=4000)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + jump_s)
     assert remove_orphans(str(tmp_path)) == 1
     assert young.exists()
     assert not old.exists()

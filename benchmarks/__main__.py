@@ -93,6 +93,13 @@ def _checksum(directories: list[Path], arguments: argparse.Namespace) -> Report:
     return checksum.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 5.0)
 
 
+def _backup(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import backup
+
+    sizes = backup.PAGE_BYTES[1::4] if arguments.quick else backup.PAGE_BYTES
+    return backup.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 3.0)
+
+
 def _store(directories: list[Path], arguments: argparse.Namespace) -> Report:
     from benchmarks import store
 
@@ -117,6 +124,7 @@ BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "pools": _pools,
     "restore_v4": _restore_v4,
     "checksum": _checksum,
+    "backup": _backup,
     "idle": _idle,
     "store": _store,
 }

@@ -26,7 +26,7 @@ from ucm.store.posix.file_io import Scratch
 from ucm.store.posix.lease import CALLERS_OWN, HostLease, LeaseRevokedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
@@ -212,8 +212,9 @@ class IoEngine:
 
     - Workers go where the fewest workers are, again and again: large blocks do not hold up
       small ones, nor a slow store the others of its batch.
-    - Writes get half of the workers, and one while somebody reads: storage that takes
-      no writes still answers reads, and a backup leaves the processor to a prefetch.
+    - Writes get half of the workers, and one while somebody reads, a caller that writes itself
+      included: storage that takes no writes still answers reads, and a backup leaves
+      the processors to a prefetch.
     - Reads come first, but leave one worker to the writes.
     """
 
@@ -293,14 +294,17 @@ class IoEngine:
         helpers = 0 if attempt is None else min(threads, _PROCESSORS) - 1
         results: list[T | None] = []
         if attempt is not None and not helpers:
-            results += _attempt(attempt, count, deadline)
+            with self._counted(urgency):
+                results += _attempt(attempt, count, deadline)
             if len(results) == count:
                 return results
         batch = _Batch(_ranges(parts or [count], len(results)), work, urgency)
         try:
             if attempt is not None and helpers:
                 self._submit(batch, helpers)
-                if batch.help(attempt, _caller.scratch, deadline):
+                with self._counted(urgency):
+                    done = batch.help(attempt, _caller.scratch, deadline)
+                if done:
                     threads = helpers
                 else:
                     self._call(threads - helpers)
@@ -392,6 +396,17 @@ class IoEngine:
                         return lane
                 self._idle += 1
             self._wakes.get()
+
+    @contextlib.contextmanager
+    def _counted(self, urgency: Urgency) -> Iterator[None]:
+        """Let a caller that works itself count as one of those at work."""
+        with self._lock:
+            self._at_work[urgency] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work[urgency] -= 1
 
     def _leave(self, lane: _Lane) -> None:
         lane.workers -= 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,8 +26,7 @@ class BlockStatus(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A key and the host memory it is read from or written into.
 
     `segments` are contiguous byte views in storage order; their lengths equal
@@ -74,7 +73,7 @@ def check_blocks(spec: StoreSpec, blocks: Sequence[Block], *, writable: bool) ->
         ValueError: A key or segment has a wrong length, or a segment cannot be written.
     """
     for block in blocks:
-        sizes = tuple(segment.nbytes for segment in block.segments)
+        sizes = tuple([segment.nbytes for segment in block.segments])
         if sizes != spec.segment_bytes or len(block.key) != KEY_BYTES:
             raise ValueError(
                 f"block {block.key.hex()} has segments of {sizes} bytes, expected {spec.segment_bytes}"

@@ -130,16 +130,22 @@ class RegisteredPool:
         """See `Pool`."""
         if host_indices is None or not self._fit(page_hashes, host_indices):
             return [BlockStatus.FAILED] * len(page_hashes)
+        most = self._access.batch_pages
+        if most is None or len(page_hashes) <= most:
+            return (yield from self._load_batch(page_hashes, host_indices))
         statuses: list[BlockStatus] = []
         width = self._access.indices_per_page
-        step = self._access.batch_pages or len(page_hashes) or 1
-        for first in range(0, len(page_hashes), step):
-            hashes = page_hashes[first : first + step]
-            indices = host_indices[first * width : (first + step) * width]
-            pages = self._access.incoming(indices)
-            verdicts = yield self.store, self._blocks(hashes, pages)
-            self._access.publish(indices, pages, verdicts)
-            statuses += verdicts
+        for first in range(0, len(page_hashes), most):
+            indices = host_indices[first * width : (first + most) * width]
+            statuses += yield from self._load_batch(page_hashes[first : first + most], indices)
+        return statuses
+
+    def _load_batch(self, page_hashes: Sequence[str], host_indices: torch.Tensor) -> Transfers:
+        if not page_hashes:
+            return []
+        pages = self._access.incoming(host_indices)
+        statuses = yield self.store, self._blocks(page_hashes, pages)
+        self._access.publish(host_indices, pages, statuses)
         return statuses
 
     def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
@@ -188,16 +194,33 @@ class RegisteredPool:
 
     def _fit(self, page_hashes: Sequence[str], host_indices: torch.Tensor) -> bool:
         needed = len(page_hashes) * self._access.indices_per_page
-        if len(host_indices) == needed:
+        given = host_indices.numel()
+        if given == needed:
             return True
         logger.warning(
             "pool %s: %d pages need %d host indices, got %d",
             self.name,
             len(page_hashes),
             needed,
-            len(host_indices),
+            given,
         )
         return False
+
+
+class AbsentPool:
+    """What stands for a pool that nobody has registered: it restores and stores nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
+        """See `Pool`; the indices do not matter."""
+        del host_indices
+        yield from ()
+        logger.warning("pool %s: nobody has registered it, %d pages lost", self.name, len(page_hashes))
+        return [BlockStatus.FAILED] * len(page_hashes)
+
+    dump = load
 
 
 class LogicalPool:

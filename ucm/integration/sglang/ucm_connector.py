@@ -8,17 +8,16 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucm.integration.sglang import rounds
 from ucm.integration.sglang.namespace import ANCHOR_POOL
-from ucm.integration.sglang.pool import RegisteredPool
+from ucm.integration.sglang.pool import AbsentPool, RegisteredPool
 from ucm.integration.sglang.registration import PoolOpener, require_host_pool
 from ucm.integration.sglang.restorable import PoolPresence, restorable_prefixes
-from ucm.store.interface import BlockStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -26,14 +25,13 @@ if TYPE_CHECKING:
     from ucm.integration.sglang.namespace import ServedModel
     from ucm.integration.sglang.pool import Pool
     from ucm.integration.sglang.restorable import BlockGroups
-    from ucm.integration.sglang.rounds import Lookups, Transfers
-    from ucm.store.interface import KVStore, StoreStats
+    from ucm.integration.sglang.rounds import Lookups
+    from ucm.store.interface import BlockStatus, KVStore, StoreStats
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Pages of one sidecar to be moved; see `Pool.load`."""
 
     pool: str
@@ -166,11 +164,11 @@ class SglangUcmConnector:
         Returns:
             For each move the verdicts of `Pool.load`, or the exception that it alone ended with.
         """
-        return rounds.load([self._transfer(move, lambda pool: pool.load) for move in moves])
+        return rounds.load([self._pool_of(move).load(move.page_hashes, move.host_indices) for move in moves])
 
     def dump(self, moves: Sequence[Move]) -> list[list[BlockStatus] | Exception]:
         """Store pages of sidecars together; like `load`."""
-        return rounds.dump([self._transfer(move, lambda pool: pool.dump) for move in moves])
+        return rounds.dump([self._pool_of(move).dump(move.page_hashes, move.host_indices) for move in moves])
 
     def stored_prefix(self, page_hashes: Sequence[str]) -> int:
         """Return how many leading pages of the anchor are stored; a logical anchor proves none."""
@@ -236,13 +234,8 @@ class SglangUcmConnector:
             raise RuntimeError("SGLang has not registered a host pool yet")
         return self._primary
 
-    def _transfer(self, move: Move, method: Callable[[Pool], Callable[..., Transfers]]) -> Transfers:
-        pool = self._find(move.pool)
-        if pool is None:
-            lost = len(move.page_hashes)
-            logger.warning("pool %s: nobody has registered it, %d pages lost", move.pool, lost)
-            return [BlockStatus.FAILED] * lost
-        return (yield from method(pool)(move.page_hashes, move.host_indices))
+    def _pool_of(self, move: Move) -> Pool | AbsentPool:
+        return self._find(move.pool) or AbsentPool(move.pool)
 
     def _leading_pages(self, query: SidecarQuery, candidates: Sequence[str]) -> Lookups[int]:
         pool = self._find(query.pool)

@@ -22,7 +22,6 @@ from ucm.integration.sglang.config import UnifiedCacheConfig
 from ucm.integration.sglang.errors import UnsupportedPoolError
 from ucm.integration.sglang.namespace import ANCHOR_POOL
 from ucm.integration.sglang.restorable import BlockGroups
-from ucm.integration.sglang.rounds import result_of
 from ucm.integration.sglang.sglang_compat import pool_text
 from ucm.integration.sglang.ucm_connector import Move, SglangUcmConnector, SidecarQuery
 from ucm.store.interface import BlockStatus
@@ -135,8 +134,7 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         """Restore pages of the anchor in place; one verdict per key."""
         del extra_info
         start = time.perf_counter()
-        load = partial(self._connector.load_primary, keys, host_indices)
-        verdicts = self._verdicts("load", ANCHOR_POOL, keys, load)
+        verdicts = self._move_anchor("load", self._connector.load_primary, keys, host_indices)
         if self._transfers is not None and self.store is not None:
             self._transfers.loads.append(_rate(verdicts, self.store, start))
         return verdicts
@@ -147,8 +145,7 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         """Store pages of the anchor from where they are; one verdict per key."""
         del extra_info
         start = time.perf_counter()
-        dump = partial(self._connector.dump_primary, keys, host_indices)
-        verdicts = self._verdicts("dump", ANCHOR_POOL, keys, dump)
+        verdicts = self._move_anchor("dump", self._connector.dump_primary, keys, host_indices)
         if self._transfers is not None and self.store is not None:
             self._transfers.dumps.append(_rate(verdicts, self.store, start))
         return verdicts
@@ -165,9 +162,7 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
 
         def load() -> list[torch.Tensor | None]:
             pages = target_locations or [self._connector.new_flat_page() for _ in keys]
-            verdicts = self._verdicts(
-                "load", ANCHOR_POOL, keys, lambda: self._connector.load_flat(keys, pages)
-            )
+            verdicts = self._move_anchor("load", self._connector.load_flat, keys, pages)
             return [page if done else None for page, done in zip(pages, verdicts, strict=True)]
 
         return self._attempt("load", load, [None] * len(keys))
@@ -182,8 +177,7 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         """Store pages of the anchor from flat tensors; True if all of them are stored."""
         del target_locations, target_sizes
         self._hint_zero_copy()
-        pages = values or ()
-        return all(self._verdicts("dump", ANCHOR_POOL, keys, lambda: self._connector.dump_flat(keys, pages)))
+        return all(self._move_anchor("dump", self._connector.dump_flat, keys, values or ()))
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
@@ -237,23 +231,28 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         transfers: Sequence[PoolTransfer],
     ) -> dict[str, list[bool]]:
         moves = [Move(pool_text(each.name), each.keys or [], each.host_indices) for each in transfers]
-        failed: list[list[BlockStatus] | Exception] = [
-            [BlockStatus.FAILED] * len(each.page_hashes) for each in moves
-        ]
-        outcomes = self._attempt(action, partial(move, moves), failed)
+        try:
+            outcomes = move(moves)
+        except Exception as exc:  # As in `_attempt`.
+            outcomes = [exc] * len(moves)
         return {
-            transfer.name: self._verdicts(action, each.pool, each.page_hashes, partial(result_of, outcome))
+            transfer.name: _verdicts(action, each.pool, each.page_hashes, outcome)
             for transfer, each, outcome in zip(transfers, moves, outcomes, strict=True)
         }
 
-    def _verdicts(
-        self, action: str, pool: str, keys: Sequence[str], move: Callable[[], list[BlockStatus]]
+    def _move_anchor(
+        self,
+        action: str,
+        move: Callable[[Sequence[str], T], list[BlockStatus]],
+        keys: Sequence[str],
+        pages: T,
     ) -> list[bool]:
-        """Run one transfer and return one verdict per key, whatever happens."""
-        failed = [BlockStatus.FAILED] * len(keys)
-        first = f", first {keys[0]}" if keys else ""
-        statuses = self._attempt(f"{action} {pool}, {len(keys)} pages{first}", move, failed)
-        return [status is BlockStatus.DONE for status in statuses]
+        outcome: list[BlockStatus] | Exception
+        try:
+            outcome = move(keys, pages)
+        except Exception as exc:  # As in `_attempt`.
+            outcome = exc
+        return _verdicts(action, ANCHOR_POOL, keys, outcome)
 
     def _attempt(self, action: str, call: Callable[[], T], otherwise: T) -> T:
         try:
@@ -285,6 +284,18 @@ def _sidecar_query(transfer: PoolTransfer) -> SidecarQuery:
         groups = BlockGroups(transfer.block_pages, transfer.group_pages)
         return SidecarQuery(pool, groups=groups, group_keys=transfer.keys or ())
     return SidecarQuery(pool)
+
+
+def _verdicts(
+    action: str, pool: str, keys: Sequence[str], outcome: list[BlockStatus] | Exception
+) -> list[bool]:
+    """Return one verdict per key, whatever happened."""
+    if isinstance(outcome, Exception):
+        first = f", first {keys[0]}" if keys else ""
+        what = f"{action} {pool}, {len(keys)} pages{first}"
+        logger.warning("%s: %s: %s", what, type(outcome).__name__, outcome)
+        return [False] * len(keys)
+    return [status is BlockStatus.DONE for status in outcome]
 
 
 def _rate(verdicts: Sequence[bool], store: KVStore, start: float) -> tuple[int, float]:

@@ -29,6 +29,7 @@ from ucm.testing.host_pools import (
     Model,
     RankGroups,
     attach_host_pools,
+    register_draft,
 )
 from ucm.testing.page_hashes import page_hashes
 from ucm.testing.pool_memory import fill_device_random, read_device_page
@@ -73,6 +74,23 @@ def dynamic_storage(
             "class_name": class_name,
             "interface_v1": 1,
             # SGLang does not ask storage about prompts shorter than this, or than a page.
+            "prefetch_threshold": 1,
+            "storage_backends": str(storage_backends),
+            **options,
+        },
+    }
+
+
+def named_storage(storage_backends: str | Path, **options: object) -> dict[str, Any]:
+    """Return the keywords of `HicacheSettings` that select our backend by its name, which needs our plugin.
+
+    Args:
+        storage_backends: Where to store.
+        options: Further keys of the extra config.
+    """
+    return {
+        "storage_backend": "unifiedcache",
+        "storage_config": {
             "prefetch_threshold": 1,
             "storage_backends": str(storage_backends),
             **options,
@@ -250,6 +268,7 @@ def hicache_stack(
     pages: int = 16,
     seed: int = 0,
     groups: RankGroups = ONE_RANK,
+    draft: Model | None = None,
 ) -> Iterator[HicacheStack]:
     """Run the cache tiers of one server process, with the storage backend that `settings` names.
 
@@ -259,12 +278,15 @@ def hicache_stack(
         pages: Device pages; the host tier is twice as large.
         seed: Of the bytes in the device pages.
         groups: In which the ranks of one server agree, if `settings` states more than one.
+        draft: A draft model with pools of its own, whose pages are stored beside the model's.
     """
     guards = HostMemoryGuards()
     with cpu_runtime(settings, guards) as server_args:
         device = model.device_pools(settings.page_tokens, pages)
         tree, host = attach_host_pools(device, server_args, guards, groups)
         try:
+            if draft is not None:
+                register_draft(tree, draft.device_pools(settings.page_tokens, pages).kv)
             yield HicacheStack(device, tree, host, seed)
         finally:
             tree.shutdown()

@@ -428,6 +428,16 @@ def attach_host_pools(
     return tree, HostPools(tree.host_pool_group, guards)
 
 
+def register_draft(tree: UnifiedRadixCache, draft: KVCache) -> None:
+    """Give a tree the host pools of a draft model, as SGLang does for drafts with pools of their own."""
+    # Not every supported release has it.
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_hicache_draft_sidecars
+
+    specs, entries = build_hicache_draft_sidecars(draft_device_pools=(draft,), tree_cache=tree)
+    for spec, entry in zip(specs, entries, strict=True):
+        tree.register_sidecar_pool(spec, entry)
+
+
 def host_pools(
     model: Model, *, layout: str = "page_first", page_tokens: int = 64, pages: int = 8, draft_tokens: int = 0
 ) -> HostPools:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_hicache_draft_sidecars
 from sglang.srt.runtime_context import get_flags
 
 from ucm.integration.sglang.sglang_compat import pool_ownership, served_model
@@ -22,6 +21,7 @@ from ucm.testing.host_pools import (
     Model,
     SwaModel,
     attach_host_pools,
+    register_draft,
 )
 from ucm.testing.sglang_runtime import HicacheSettings, HostMemoryGuards, cpu_runtime
 
@@ -141,10 +141,7 @@ def _attached(
         tree, _ = attach_host_pools(device, server_args, guards)
         try:
             if pool_set.draft is not None:
-                draft = pool_set.draft.device_pools(pool_set.page_tokens, _PAGES).kv
-                sidecars = build_hicache_draft_sidecars(draft_device_pools=(draft,), tree_cache=tree)
-                for spec, entry in zip(*sidecars, strict=True):
-                    tree.register_sidecar_pool(spec, entry)
+                register_draft(tree, pool_set.draft.device_pools(pool_set.page_tokens, _PAGES).kv)
             yield tree.cache_controller
         finally:
             tree.shutdown()

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# A scheduler process loads its plugins from this module; ours knows who writes draft pools.
+import sglang.srt.managers.scheduler  # noqa: F401
 import torch.distributed as dist
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.plugins import load_plugins
 
 from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
-from ucm.testing.hicache_stack import PATIENT, HicacheStack, dynamic_storage, hicache_stack
+from ucm.testing.hicache_stack import PATIENT, HicacheStack, hicache_stack, named_storage
 from ucm.testing.host_pools import (
     DeepSeekV4Model,
     DsaModel,
@@ -41,6 +44,7 @@ class Scenario:
 
     Attributes:
         group: What the ranks are: `tp`, `cp` or `pp`.
+        draft: A draft model beside it.
         split_pools: Pools of which each rank has bytes of its own.
         lost_pool: The sidecar of which rank 1 loses the last page in the end.
     """
@@ -48,6 +52,7 @@ class Scenario:
     model: Model
     page_tokens: int = 64
     group: str = "tp"
+    draft: Model | None = None
     split_pools: tuple[str, ...] = ()
     lost_pool: str
 
@@ -59,7 +64,7 @@ class Scenario:
             page_tokens=self.page_tokens,
             ranks=placed,
             server_args=sized,
-            **dynamic_storage(root, **PATIENT),
+            **named_storage(root, **PATIENT),
         )
 
 
@@ -70,6 +75,10 @@ SCENARIOS = {
     ),
     "mamba-beside-mha": Scenario(model=MambaModel(), split_pools=("kv", "mamba"), lost_pool="mamba"),
     "deepseek-v4": Scenario(model=DeepSeekV4Model(), page_tokens=256, lost_pool="deepseek_v4_c4_state"),
+    "mha-draft-beside-mla": Scenario(
+        model=MlaModel(), draft=MhaModel(layers=1), split_pools=("draft",), lost_pool="draft"
+    ),
+    "dsa-draft-beside-dsa": Scenario(model=DsaModel(), draft=DsaModel(layers=1), lost_pool="draft_indexer"),
     # The same logical keys name other layers, or other tokens, on the other rank.
     "indexer-beside-mla, pp": Scenario(
         model=DsaModel(), group="pp", split_pools=("kv", "indexer"), lost_pool="indexer"
@@ -86,6 +95,7 @@ SHARED_KEY_ROUNDS = 300
 
 
 def main(rank: int, directory: Path) -> None:
+    load_plugins()
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
     seen: dict[str, Mapping[str, object]] = {
         name: serve(scenario, rank, directory / name) for name, scenario in SCENARIOS.items()
@@ -102,19 +112,19 @@ def serve(scenario: Scenario, rank: int, root: Path) -> dict[str, object]:
     root.mkdir(exist_ok=True)
     settings = scenario.settings(rank, root)
     prompt = list(range(4 * page_tokens))
-    with hicache_stack(model, settings, pages=8, seed=1, groups=groups) as stack:
+    with hicache_stack(model, settings, pages=8, seed=1, groups=groups, draft=scenario.draft) as stack:
         for pool in scenario.split_pools:
             fill_device_random(stack.pools[pool], seed=100 + rank)
         inserted = stack.insert(prompt)
         dist.barrier()
-    with hicache_stack(model, settings, pages=8, seed=2, groups=groups) as stack:
+    with hicache_stack(model, settings, pages=8, seed=2, groups=groups, draft=scenario.draft) as stack:
         restored = stack.restore(prompt)
         blocks = StoredBlocks(root, settings.model_name).counts()
         dist.barrier()
         if rank == 1:
             lose_last_page(stack, scenario.lost_pool, prompt)
         dist.barrier()
-    with hicache_stack(model, settings, pages=8, seed=3, groups=groups) as stack:
+    with hicache_stack(model, settings, pages=8, seed=3, groups=groups, draft=scenario.draft) as stack:
         after_loss = stack.restore(prompt).storage_tokens
         dist.barrier()
     pools = restored.contents.items()

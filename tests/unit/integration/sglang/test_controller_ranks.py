@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ MODELS = [
     "mamba-beside-mla",
     "mamba-beside-mha",
     "deepseek-v4",
+    "mha-draft-beside-mla",
+    "dsa-draft-beside-dsa",
     # sglang #15175, #37149, #26670
     "indexer-beside-mla, pp",
     "mamba-beside-mla, pp",
@@ -33,7 +36,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run both ranks through all models once; return where they stored blocks and what they saw."""
     directory = tmp_path_factory.mktemp("ranks")
     commands = [[sys.executable, str(WORKER), str(rank), str(directory)] for rank in (0, 1)]
-    ranks = [subprocess.Popen(command) for command in commands]  # noqa: S603 - our own file.
+    environment = {**os.environ, "SGLANG_PLUGINS": "ucm"}
+    ranks = [subprocess.Popen(command, env=environment) for command in commands]  # noqa: S603 - our own file.
     try:
         assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     finally:
@@ -57,6 +61,16 @@ def test_both_ranks_restore_the_whole_prompt_and_their_own_bytes(directory: Path
         ("indexer-beside-mla", {".": 4, "sglang_v2/indexer_25344x1": 4}),
         ("mamba-beside-mla", {".": 4, "sglang_v2/mamba_476x1": 2}),
         ("mamba-beside-mha", {".": 8, "sglang_v2/mamba_476x1": 2}),
+        ("mha-draft-beside-mla", {".": 4, "sglang_v2/draft_2048x2": 8}),
+        (
+            "dsa-draft-beside-dsa",
+            {
+                ".": 4,
+                "sglang_v2/indexer_25344x1": 4,
+                "sglang_v2/draft_3072x1": 4,
+                "sglang_v2/draft_indexer_8448x1": 4,
+            },
+        ),
         ("indexer-beside-mla, pp", {".": 8, "sglang_v2/indexer_25344x1": 8}),
         ("mamba-beside-mla, pp", {".": 8, "sglang_v2/mamba_476x1": 2}),
         ("indexer-beside-mla, cp", {".": 8, "sglang_v2/indexer_25344x1": 8}),
@@ -75,6 +89,8 @@ def test_ranks_store_what_they_share_once_and_what_they_split_each(
         ("mamba-beside-mla", 0),
         ("mamba-beside-mha", 0),
         ("deepseek-v4", 3),
+        ("mha-draft-beside-mla", 3),
+        ("dsa-draft-beside-dsa", 3),
         ("indexer-beside-mla, pp", 3),
         ("mamba-beside-mla, pp", 0),
         ("indexer-beside-mla, cp", 3),

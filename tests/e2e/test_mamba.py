@@ -156,6 +156,18 @@ def test_both_pools_are_stored_below_their_own_namespace(first_run: Validated) -
     assert pools == {"kv": ("", 16384), "mamba": ("sglang_v2/mamba_53760x1", 53760)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("served", ["native"], indirect=True)
+def test_it_is_the_native_store_that_stores(served: ServedModel, first_run: Validated) -> None:
+    assert first_run.report.ok
+    [root] = served.deployment.storage_roots
+    # What it leaves in every directory it keeps blocks in.
+    assert sorted(str(path.parent.relative_to(root)) for path in root.rglob(".ucm_gc.config")) == [
+        ".",
+        "sglang_v2/mamba_53760x1",
+    ]
+
+
 def test_the_backend_adds_at_most_16_threads(served: ServedModel, first_run: Validated) -> None:
     (scheduler,) = served.server.scheduler_pids()
     ours = [name for name in thread_names(scheduler) if name.startswith("ucm-io")]

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ucm.store.posix.block_file import FOOTER_BYTES
+from ucm.store.posix.block_file import FOOTER_BYTES, MAGIC
 from ucm.store.posix.layout import is_shard_name, key_of
 from ucm.validation.results import PoolUsage
 
@@ -65,9 +66,12 @@ def _blocks(namespace: Path) -> Iterator[Path]:
 
 
 def _payload_bytes(block: Path) -> int:
-    """Return the size of a block without its footer; 0 if another process has just removed it."""
+    """Return the size of a block without its footer, if it has one; 0 if somebody has just removed it."""
     try:
-        return block.stat().st_size - FOOTER_BYTES
+        with block.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - FOOTER_BYTES))
+            return size - FOOTER_BYTES if file.read(len(MAGIC)) == MAGIC else size
     except FileNotFoundError:
         return 0
 

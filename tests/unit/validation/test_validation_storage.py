@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ucm.store.posix.block_file import FOOTER_BYTES
+from ucm.store.posix.block_file import FOOTER_BYTES, MAGIC
 from ucm.validation.backups import BackupMonitor
 from ucm.validation.storage import StorageDirectory
 
@@ -18,7 +18,7 @@ def write_block(namespace: Path, name: str, payload_bytes: int) -> Path:
     shard = namespace / name[:3]
     shard.mkdir(parents=True, exist_ok=True)
     block = shard / name.ljust(32, "0")
-    block.write_bytes(bytes(payload_bytes + FOOTER_BYTES))
+    block.write_bytes(bytes(payload_bytes) + MAGIC + bytes(FOOTER_BYTES - len(MAGIC)))
     return block
 
 
@@ -37,6 +37,13 @@ def test_pools_are_counted_over_all_roots(tmp_path: Path) -> None:
         ("deepseek_v4_c4", "sglang_v2/deepseek_v4_c4_786240x1", 786240, 2, 2 * 786240),
         ("kv", "sglang_v2/kv_512x2", 1024, 1, 1024),
     ]
+
+
+def test_what_the_native_store_has_written_counts_with_its_whole_size(tmp_path: Path) -> None:
+    write_block(tmp_path, "aaa", 1024)
+    write_block(tmp_path, "bbb", 1024).write_bytes(bytes(1024))
+    [primary] = StorageDirectory([tmp_path]).pools()
+    assert (primary.page_bytes, primary.pages) == (1024, 2)
 
 
 def test_files_that_are_no_blocks_are_not_counted(tmp_path: Path) -> None:

@@ -75,7 +75,13 @@ def native(session: nox.Session) -> None:
     """UCM's own PosixStore behind our interface: the contract, and a server with MAMBA state; 15 minutes."""
     _run(
         session,
-        *("-m", "pytest", "tests/unit/store/native", "tests/e2e/test_mamba.py", "-k", "native"),
+        *(
+            "-m",
+            "pytest",
+            "tests/unit/store/native",
+            "tests/unit/integration/sglang/test_native_controller.py",
+        ),
+        *("tests/e2e/test_mamba.py", "-k", "native"),
         *session.posargs,
         env=_native_package(session, required=True),
     )

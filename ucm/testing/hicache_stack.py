@@ -175,7 +175,9 @@ class HicacheStack:
             request.last_host_node,
             request.full_untruncated_fill_ids[known : len(tokens)],
             self.tree.get_last_hash_value(request.last_host_node),
-            None,
+            self.tree.get_prefix_hash_values(request.last_host_node)
+            if self.tree.hicache_storage_pass_prefix_keys
+            else None,
             matched_prefix_tokens=request.full_untruncated_fill_ids[:known],
         )
         return request.cache_request_handle

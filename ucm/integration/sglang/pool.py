@@ -79,6 +79,15 @@ class Pool(Protocol):
         """Return memory for one flat page."""
         ...
 
+    @property
+    def evicts(self) -> bool:
+        """Whether pages that are not used may be removed."""
+        ...
+
+    def touch(self, page_hashes: Sequence[str]) -> None:
+        """Count pages as used just now, as far as they are stored."""
+        ...
+
     def clear(self) -> None:
         """Remove every block of this pool and model, whatever rank wrote it."""
         ...
@@ -168,6 +177,15 @@ class RegisteredPool:
     def new_flat_page(self) -> torch.Tensor:
         """See `Pool`."""
         return self.host_pool.get_dummy_flat_data_page()
+
+    @property
+    def evicts(self) -> bool:
+        """See `Pool`."""
+        return self.store.evicts
+
+    def touch(self, page_hashes: Sequence[str]) -> None:
+        """See `Pool`."""
+        self.store.touch(self._keys(page_hashes))
 
     def clear(self) -> None:
         """See `Pool`."""
@@ -264,6 +282,14 @@ class LogicalPool:
     def new_flat_page(self) -> torch.Tensor:
         """See `Pool`."""
         return self.host_pool.get_dummy_flat_data_page()
+
+    @property
+    def evicts(self) -> bool:
+        """See `Pool`."""
+        return False
+
+    def touch(self, page_hashes: Sequence[str]) -> None:
+        """See `Pool`."""
 
     def clear(self) -> None:
         """See `Pool`."""

@@ -86,6 +86,10 @@ class SglangUcmConnector:
         self._primary: Pool | None = None
         # Replaced as a whole, never changed, so that transfers read it without a lock.
         self._sidecars: dict[str, Pool] = {}
+        # As far as SGLang has asked: how many pages of these are needed, where others need the whole prefix.
+        self._windows: dict[str, int] = {}
+        self._touched_prefixes: set[str] = set()
+        self._touched_minute = 0
 
     @property
     def store(self) -> KVStore | None:
@@ -199,12 +203,31 @@ class SglangUcmConnector:
         hopeless = not candidates or not all(pages[query.pool] for query in whole)
         found = rounds.look_up([self._stored(query, candidates, hopeless) for query in trailing], since)
         for query, present in zip(trailing, found, strict=True):
+            self._windows[query.pool] = query.window_pages or 1
             limits.append(PoolPresence(rounds.result_of(present), query.window_pages))
             pages[query.pool] = limits[-1].longest_prefix()
         limiting = (self._find(query.pool) for query in (*whole, *trailing))
         proven = anchor.moves_bytes or any(pool is not None and pool.moves_bytes for pool in limiting)
         restorable = restorable_prefixes(len(candidates), limits) if proven else []
         return PrefixHit(restorable, {ANCHOR_POOL: len(candidates), **pages})
+
+    @property
+    def evicts(self) -> bool:
+        """Whether pages that are not used may be removed."""
+        return any(pool.evicts for pool in self._pools())
+
+    def touch_prefix(self, page_hashes: Sequence[str]) -> None:
+        """Count a prefix as used just now, where pages that are not used get evicted.
+
+        SGLang keeps the beginning of a prompt that many share in its own memory, and never loads it
+        from here. But pages that continue it are worth nothing without it.
+        """
+        pools = [pool for pool in self._pools() if pool.evicts]
+        if not pools or not page_hashes or self._was_touched(page_hashes[-1]):
+            return
+        for pool in pools:
+            window = self._windows.get(pool.name, len(page_hashes))
+            pool.touch(page_hashes[-window:])
 
     def clear(self) -> None:
         """Remove every block of this model in every registered pool, whatever rank wrote it."""
@@ -221,6 +244,15 @@ class SglangUcmConnector:
         with ExitStack() as closing:
             for pool in self._pools():
                 closing.callback(pool.close)
+
+    def _was_touched(self, last_hash: str) -> bool:
+        """Tell whether a prefix, known by its last page, was touched in this minute."""
+        minute = int(time.time() // 60)
+        if minute != self._touched_minute:
+            self._touched_minute, self._touched_prefixes = minute, set()
+        was_touched = last_hash in self._touched_prefixes
+        self._touched_prefixes.add(last_hash)
+        return was_touched
 
     def _pools(self) -> list[Pool]:
         anchor = [] if self._primary is None else [self._primary]

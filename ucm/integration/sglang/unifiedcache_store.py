@@ -76,6 +76,7 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         self._connector = SglangUcmConnector(config, sglang_compat.served_model(storage_config))
         self._transfers = _Transfers() if sglang_compat.wants_metrics(storage_config) else None
         self._hinted = False
+        self._told_of_prefixes = False
         if sglang_compat.as_host_pool(mem_pool_host) is not None:
             self.register_mem_pool_host(mem_pool_host)
 
@@ -118,36 +119,38 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Restore pages of sidecars; one verdict per key of each transfer."""
-        del extra_info
-        return self._move("load", self._connector.load, transfers)
+        verdicts = self._move("load", self._connector.load, transfers)
+        self._touch_prefix(extra_info)
+        return verdicts
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store pages of sidecars; one verdict per key of each transfer."""
-        del extra_info
-        return self._move("dump", self._connector.dump, transfers)
+        verdicts = self._move("dump", self._connector.dump, transfers)
+        self._touch_prefix(extra_info)
+        return verdicts
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Restore pages of the anchor in place; one verdict per key."""
-        del extra_info
         start = time.perf_counter()
         verdicts = self._move_anchor("load", self._connector.load_primary, keys, host_indices)
         if self._transfers is not None and self.store is not None:
             self._transfers.loads.append(_rate(verdicts, self.store, start))
+        self._touch_prefix(extra_info)
         return verdicts
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages of the anchor from where they are; one verdict per key."""
-        del extra_info
         start = time.perf_counter()
         verdicts = self._move_anchor("dump", self._connector.dump_primary, keys, host_indices)
         if self._transfers is not None and self.store is not None:
             self._transfers.dumps.append(_rate(verdicts, self.store, start))
+        self._touch_prefix(extra_info)
         return verdicts
 
     def batch_get(
@@ -260,6 +263,19 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
         except Exception as exc:  # The boundary: nothing may end SGLang's I/O threads.
             logger.warning("%s: %s: %s", action, type(exc).__name__, exc)
             return otherwise
+
+    def _touch_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
+        """Count what comes before a call's pages as used, if SGLang tells it."""
+        prefix = getattr(extra_info, "prefix_keys", None)
+        if prefix:
+            self._attempt("touch", partial(self._connector.touch_prefix, prefix), None)
+        elif prefix is None and not self._told_of_prefixes and self._connector.evicts:
+            self._told_of_prefixes = True
+            logger.warning(
+                "a capacity is set, but SGLang does not tell which pages come before those it stores and "
+                "loads: beginnings that many prompts share may be evicted before what continues them; "
+                'add "hicache_storage_pass_prefix_keys": true to the extra config'
+            )
 
     def _hint_zero_copy(self) -> None:
         if not self._hinted:

@@ -48,6 +48,12 @@ logger = logging.getLogger(__name__)
 # SGLang collects them at every scheduler step, so the bound matters only when it stops doing so.
 _MAX_TRANSFERS = 1024
 
+_NO_PREFIXES = (
+    "a capacity is set, but SGLang does not tell which pages come before those it stores and loads: "
+    "beginnings that many prompts share may be evicted before what continues them; "
+    'add "hicache_storage_pass_prefix_keys": true to the extra config'
+)
+
 
 class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type information.
     """Keeps every pool of a hybrid model in UCM stores, one store per pool.
@@ -266,16 +272,16 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
 
     def _touch_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
         """Count what comes before a call's pages as used, if SGLang tells it."""
-        prefix = getattr(extra_info, "prefix_keys", None)
-        if prefix:
-            self._attempt("touch", partial(self._connector.touch_prefix, prefix), None)
-        elif prefix is None and not self._told_of_prefixes and self._connector.evicts:
-            self._told_of_prefixes = True
-            logger.warning(
-                "a capacity is set, but SGLang does not tell which pages come before those it stores and "
-                "loads: beginnings that many prompts share may be evicted before what continues them; "
-                'add "hicache_storage_pass_prefix_keys": true to the extra config'
-            )
+
+        def touch() -> None:
+            prefix = getattr(extra_info, "prefix_keys", None)
+            if prefix:
+                self._connector.touch_prefix(prefix)
+            elif prefix is None and not self._told_of_prefixes and self._connector.evicts:
+                self._told_of_prefixes = True
+                logger.warning(_NO_PREFIXES)
+
+        self._attempt("touch", touch, None)
 
     def _hint_zero_copy(self) -> None:
         if not self._hinted:

@@ -8,10 +8,12 @@ the kernel, so that every system call arrives here. Uses the standard library on
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import select
+import signal
 import stat
 import struct
 import sys
@@ -26,6 +28,7 @@ _MAX_WRITE = 1 << 17
 _BIG_WRITES, _DIRECT_IO = 1 << 5, 1 << 0
 _SET_MODE, _SET_SIZE, _SET_MTIME, _SET_MTIME_NOW = 1 << 0, 1 << 3, 1 << 5, 1 << 8
 _CAPACITY_BLOCKS = 1 << 20
+_SET_DEATH_SIGNAL = 1
 
 _NO_ANSWER = frozenset({"forget", "batch_forget", "interrupt", "destroy"})
 _OPERATIONS = {
@@ -232,4 +235,5 @@ def _names(body: bytes) -> list[str]:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # Stopped, it would outlive its parent.
     _Server(int(sys.argv[1])).serve()

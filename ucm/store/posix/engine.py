@@ -39,6 +39,8 @@ _PROCESSORS = os.cpu_count() or 1
 _PATIENCE_S = 0.001
 # So long a worker stays at its work while others of the same urgency wait.
 _TURN_S = 0.001
+# While somebody reads, a writer rests after each item as long as that took, but no longer than this.
+_MOST_REST_S = 0.005
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -268,6 +270,8 @@ class IoEngine:
             return []
         deadline = time.monotonic() + timeout_s
         if urgency is Urgency.WRITE:
+            work = self._with_rests(work)
+            attempt = None if attempt is None else self._with_rests(attempt)
             return self._run(work, count, urgency, deadline, moved_bytes, attempt, parts)
         with self._lock:
             self._readers += 1
@@ -320,7 +324,22 @@ class IoEngine:
             batch.end()
             with self._lock:
                 self._waiting.discard(batch)
+                lanes = self._queues[urgency]
+                lanes[:] = [lane for lane in lanes if lane.batch is not batch]
+            batch.lanes.clear()  # They refer to each other: it would be kept until the next collection.
         return results + batch.results()
+
+    def _with_rests(self, work: Work[T]) -> Work[T]:
+        """Let those who read have the processor for half of the time, where there are few."""
+
+        def work_and_rest(index: int, scratch: Scratch, lease: HostLease) -> T:
+            begun = time.monotonic()
+            result = work(index, scratch, lease)
+            if self._readers:
+                time.sleep(min(time.monotonic() - begun, _MOST_REST_S))
+            return result
+
+        return work_and_rest
 
     def grow(self, threads: int) -> None:
         """Allow at least so many threads."""
@@ -374,17 +393,15 @@ class IoEngine:
     def _serve(self) -> None:
         _name_kernel_thread(threading.current_thread().name)
         scratch = Scratch()
-        lane = None
-        while (lane := self._next_lane(lane)) is not None:
+        while (lane := self._next_lane()) is not None:
             lane.batch.run(lane, scratch, partial(self._should_leave, lane.batch, time.monotonic()))
+            self._leave(lane)
+            del lane  # While this thread sleeps it keeps no memory of a caller alive.
 
-    def _next_lane(self, last: _Lane | None) -> _Lane | None:
-        """Leave one lane and enter another one, once there is any; None if the engine is closed."""
+    def _next_lane(self) -> _Lane | None:
+        """Enter a lane, once there is any; None if the engine is closed."""
         while True:
             with self._lock:
-                if last is not None:
-                    self._leave(last)
-                    last = None
                 if self._closed:
                     return None
                 for urgency, lanes in zip(Urgency, self._queues, strict=True):
@@ -409,11 +426,11 @@ class IoEngine:
                 self._at_work[urgency] -= 1
 
     def _leave(self, lane: _Lane) -> None:
-        lane.workers -= 1
-        self._at_work[lane.batch.urgency] -= 1
-        lanes = self._queues[lane.batch.urgency]
-        # Among equals it is the others' turn. Within a batch the order is the caller's.
-        lanes.sort(key=lambda other: other.batch is lane.batch)
+        with self._lock:
+            lane.workers -= 1
+            self._at_work[lane.batch.urgency] -= 1
+            # Among equals it is the others' turn. Within a batch the order is the caller's.
+            self._queues[lane.batch.urgency].sort(key=lambda other: other.batch is lane.batch)
 
     def _most(self, urgency: Urgency) -> int:
         """Return how many workers there may be at this kind of work."""

@@ -101,6 +101,7 @@ def nothing(verdicts: dict[PoolName, list[bool]]) -> bool:
     return not any(any(result) for result in verdicts.values())
 
 
+# LMCache #4991, sglang #28653, UCM #1220
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_fault_costs_misses_only_and_is_over_when_its_cause_is(
     attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: Fault

@@ -249,6 +249,48 @@ def test_a_damaged_file_is_a_miss_and_costs_no_other_page(
     assert pools.guards.intact()
 
 
+# sglang #31315
+@pytest.mark.parametrize("damage", [flip_payload, flip_footer, zero, cut, empty])
+def test_a_damaged_page_is_absent_from_then_on_and_the_next_set_writes_it_anew(
+    attach: Attach, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    pools = host_pools(MhaModel())
+    backend = attach(pools)
+    before = fill_random(pools.anchor)
+    backend.batch_set_v1(KEYS, page_indices(pools.anchor, [0, 1, 2]))
+    damage(StoredBlocks(tmp_path, "test-model").primary(KEYS[1]))
+
+    assert backend.batch_get_v1(KEYS, page_indices(pools.anchor, [4, 5, 6])) == [True, False, True]
+    assert backend.batch_exists(KEYS) == 1
+    assert backend.batch_set_v1(KEYS, page_indices(pools.anchor, [0, 1, 2])) == [True] * 3
+    assert backend.batch_exists(KEYS) == 3
+    assert backend.batch_get_v1(KEYS, page_indices(pools.anchor, [4, 5, 6])) == [True] * 3
+    assert read_pages(pools.anchor, [4, 5, 6]) == before[:3]
+
+
+# sglang #35231, UCM #1176
+@pytest.mark.parametrize("heads", [1, 3])
+def test_pages_whose_sizes_and_addresses_are_aligned_to_nothing_are_never_lost(
+    attach: Attach, heads: int
+) -> None:
+    pools = host_pools(MambaModel(anchor=MhaModel(layers=1, heads=heads, head_dim=1), conv_shapes=((5, 3),)))
+    backend = attach(pools)
+    kept = {name: fill_random(pools[name]) for name in ("kv", "mamba")}
+    assert all(len(pages[0]) % 4096 for pages in kept.values())
+    states = PoolTransfer(
+        name=PoolName.MAMBA, keys=KEYS, host_indices=page_indices(pools["mamba"], [1, 2, 3])
+    )
+    assert backend.batch_set_v1(KEYS, page_indices(pools["kv"], [1, 2, 3])) == [True] * 3
+    assert backend.batch_set_v2([states]) == {"mamba": [True] * 3}
+
+    states.host_indices = page_indices(pools["mamba"], [5, 6, 7])
+    assert backend.batch_get_v1(KEYS, page_indices(pools["kv"], [5, 6, 7])) == [True] * 3
+    assert backend.batch_get_v2([states]) == {"mamba": [True] * 3}
+    for name, pages in kept.items():
+        assert read_pages(pools[name], [5, 6, 7]) == pages[1:4]
+    assert pools.guards.intact()
+
+
 # sglang #39269
 def test_a_file_that_may_not_be_read_is_a_miss(attach: Attach, tmp_path: Path) -> None:
     pools = host_pools(MhaModel())

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -313,6 +315,28 @@ def test_an_engine_that_cannot_start_more_threads_works_with_those_it_has(
 
 def no_more_threads(_thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_an_engine_keeps_nothing_of_a_batch_that_is_over(engine: IoEngine) -> None:
+    class Memory:
+        pass
+
+    def use(memory: Memory) -> weakref.ref[Memory]:
+        def work(index: int, _scratch: Scratch, _lease: HostLease) -> tuple[int, Memory]:
+            return index, memory
+
+        assert len(run(engine, work, 20)) == 20
+        return weakref.ref(memory)
+
+    gc.disable()
+    try:
+        kept = use(Memory())
+        deadline = time.monotonic() + LONG_S
+        while kept() is not None and time.monotonic() < deadline:  # A worker may be about to let go of it.
+            pass
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_closed_engine_refuses_work() -> None:

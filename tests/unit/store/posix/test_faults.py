@@ -380,11 +380,54 @@ def test_opening_removes_what_a_dead_writer_left(tmp_path: Path) -> None:
 
 
 def test_a_read_only_root_is_refused_with_its_name(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    tmp_path.chmod(0o500)
-    with pytest.raises(StoreUnavailableError, match=rf"{tmp_path}/.*Permission denied"):
-        open_store(tmp_path)
+    said = run_python(
+        """
+        import sys
+        from pathlib import Path
+        from ucm.store import StoreUnavailableError
+        from ucm.store.posix.config import PosixStoreConfig
+        from ucm.store.posix.store import PosixStore
+        from ucm.testing.privileges import obey_file_modes
+        from ucm.testing.store_conformance import SPEC
+        obey_file_modes()
+        Path(sys.argv[1]).chmod(0o500)
+        try:
+            PosixStore(SPEC, PosixStoreConfig((sys.argv[1],)))
+        except StoreUnavailableError as exc:
+            print(exc)
+        Path(sys.argv[1]).chmod(0o700)
+        """,
+        tmp_path,
+    )
+    assert said.startswith(f"cannot keep blocks in {tmp_path}/{SPEC.namespace}: Permission denied; name a")
+
+
+def test_directories_that_may_not_be_used_fail_what_needs_them_until_they_may(tmp_path: Path) -> None:
+    said = run_python(
+        """
+        import sys
+        from pathlib import Path
+        from ucm.store.posix.config import PosixStoreConfig
+        from ucm.store.posix.store import PosixStore
+        from ucm.testing.posix_faults import block_path
+        from ucm.testing.privileges import obey_file_modes
+        from ucm.testing.store_conformance import *
+        obey_file_modes()
+        root = Path(sys.argv[1])
+        store = PosixStore(SPEC, PosixStoreConfig((str(root),)))
+        store.dump(outgoing([1, 2]))
+        locked = [block_path(root, SPEC, key_of(1)).parent, root / SPEC.namespace / ".tmp"]
+        for mode in (0, 0o700):
+            for directory in locked:
+                directory.chmod(mode)
+            print(*[status.name for status in load(store, [1, 2])[0]], store.dump(outgoing([3]))[0].name)
+        print(*store.lookup([key_of(n) for n in (1, 2, 3)]))
+        store.close()
+        """,
+        tmp_path,
+    )
+    # What is in the kernel's caches needs no permission; what is not is refused.
+    assert said.splitlines() == ["FAILED DONE FAILED", "DONE DONE DONE", "True True True"]
 
 
 def test_a_file_system_that_takes_no_files_is_refused_with_its_name() -> None:

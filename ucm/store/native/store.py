@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from ucm.store.errors import StoreUnavailableError
+from ucm.store.errors import StoreConfigError, StoreUnavailableError
 from ucm.store.native.blocks import NativeFiles, NativeObjects, remove_unfinished
 from ucm.store.native.connector import NativeCallError, NativeConnector
+from ucm.store.options import as_bool
 from ucm.store.posix.block_file import file_bytes
 from ucm.store.posix.engine import Urgency
 from ucm.store.posix.engine_store import EngineStore
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHARDS_PER_ITEM = 64
+_SECTOR_BYTES = 512
 
 T = TypeVar("T")
 
@@ -40,11 +42,20 @@ def open_native_store(spec: StoreSpec, config: NativeStoreConfig) -> KVStore:
 
 
 class NativeFileStore(PosixStore):
-    """The native PosixStore: its files are those of the embedded store, byte for byte."""
+    """The native PosixStore: its files are those of the embedded store, byte for byte.
+
+    Raises:
+        StoreConfigError: Its options cannot work with blocks of this size.
+    """
 
     _connector: NativeConnector | None = None
 
     def __init__(self, spec: StoreSpec, config: NativeStoreConfig) -> None:
+        if as_bool("io_direct", config.options["io_direct"]) and spec.block_bytes % _SECTOR_BYTES:
+            raise StoreConfigError(
+                f"option 'io_direct' is true; expected false: a page of {spec.namespace or 'primary KV'} "
+                f"has {spec.block_bytes} bytes, and direct I/O needs a multiple of {_SECTOR_BYTES}"
+            )
         self._native_config = config
         super().__init__(spec, config.own)
 

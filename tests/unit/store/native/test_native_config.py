@@ -108,6 +108,13 @@ def test_without_ucms_package_the_error_says_how_to_install_it(
         open_store(SPEC, config)
 
 
+def test_direct_io_is_refused_for_pages_that_it_cannot_store(tmp_path: Path) -> None:
+    options = {"engine": "native", "storage_backends": str(tmp_path), "io_direct": "true"}
+    with pytest.raises(StoreConfigError, match=r"'io_direct' is true; expected false.* has 5000 bytes"):
+        open_store(SPEC, StoreConfig.from_mapping(options))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_without_ucms_package_is_named(tmp_path: Path) -> None:
     config = StoreConfig.from_mapping(
         {"engine": "native", "storage_backends": str(tmp_path / "kv"), "native_package": str(tmp_path)}

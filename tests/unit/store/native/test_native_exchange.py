@@ -8,6 +8,7 @@ interface, and the embedded one.
 from __future__ import annotations
 
 import ctypes
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,16 @@ def test_a_page_that_ucm_stored_as_primary_kv_is_found_under_our_key(
     assert (root / key.hex()[:3] / key.hex()).is_file()
     assert block_keys(["page"], "_some-model_0_1") == [key]
     assert embedded.lookup(block_keys(["page"], "_some-model_0_1")) == [True]
+
+
+def test_the_native_store_prints_nothing_and_leaves_our_log_lines_alone(
+    native: KVStore, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert native.dump(outgoing([55], SPEC)) == [DONE]
+    assert_loads(native, [55])
+    logging.getLogger("ucm.store.posix.store").warning("a line of ours")
+    assert caplog.messages == ["a line of ours"]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_another_store_damages_or_removes_costs_one_page(

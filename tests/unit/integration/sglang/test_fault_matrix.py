@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +17,6 @@ from ucm.testing.pool_memory import fill_random, page_indices, read_page, read_p
 from ucm.testing.storage_faults import FAULTS, Fault
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
     from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
@@ -149,3 +148,11 @@ def test_a_fault_costs_misses_only_and_is_over_when_its_cause_is(
             assert all(all(verdicts[:hits]) for verdicts in restored.values())
         assert service.stored(AFTERWARDS) == 4
         service.backend.close()
+
+
+def test_every_fault_is_described_for_the_operator() -> None:
+    described = (Path(__file__).parents[4] / "docs/faults.md").read_text(encoding="utf-8")
+    matrix = described.partition("## The matrix")[2].partition("| more faults |")[0]
+    rows = [line.split("|")[1] for line in matrix.splitlines() if line.startswith("| ")]
+    names = [name.strip() for row in rows[1:] for name in row.split(",")]
+    assert sorted(names) == sorted(fault.name for fault in FAULTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,3 +214,26 @@ def test_a_shard_directory_deleted_while_running_is_made_again(native: KVStore, 
     shard.rmdir()
     assert native.dump(outgoing([90], SPEC)) == [DONE]
     assert_loads(native, [90])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "dumped", "found", "loaded"),
+    [("Fake", DONE, True, CORRUPT), ("Empty", BlockStatus.FAILED, False, MISSING)],
+)
+def test_a_pipeline_of_ucms_that_keeps_no_bytes_is_never_believed(
+    native_package: Path, pipeline: str, dumped: BlockStatus, found: bool, loaded: BlockStatus
+) -> None:
+    options = {
+        "engine": "native",
+        "native_package": str(native_package),
+        "store_pipeline": pipeline,
+        "unique_id": f"test-{os.getpid()}",
+    }
+    store = open_store(SPEC, StoreConfig.from_mapping(options))
+    assert store.dump(outgoing([1], SPEC)) == [dumped]
+    assert store.lookup([key_of(1), key_of(2)]) == [found, False]
+    statuses, memory = load(store, [1])
+    assert statuses == [loaded]
+    assert memory[0].is_untouched
+    assert store.lookup([key_of(1)]) == [False]
+    store.close()

@@ -26,7 +26,6 @@ _SET_BY_US = ("block_size", "shard_size", "tensor_size", "timeout_ms")
 _OWN_OPTIONS = frozenset(
     {
         "accept_unverified",
-        "capacity_bytes",
         "dump_timeout_s",
         "io_threads",
         "load_timeout_s",

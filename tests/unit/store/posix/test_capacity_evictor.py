@@ -17,7 +17,7 @@ import pytest
 
 from ucm.store import StoreSpec
 from ucm.store.options import Capacity
-from ucm.store.posix.capacity import uses
+from ucm.store.posix.capacity import evictor, uses
 from ucm.store.posix.capacity.evictor import Evictor, Run
 from ucm.store.posix.capacity.index import BlockIndex, Record
 from ucm.store.posix.capacity.uses import DIRECTORY, MINUTE_NS, UseLog, publish
@@ -126,33 +126,33 @@ def test_a_minute_that_holds_too_much_is_taken_in_part_oldest_first(cache: Cache
 
 def test_eviction_goes_on_from_where_it_is_when_there_is_more(cache: Cache) -> None:
     cache.fill(minutes=10)
-    evictor = cache.evictor(blocks=19)
-    evictor.step()
+    one = cache.evictor(blocks=19)
+    one.step()
     for store in (cache.kv, cache.swa):
         store.dump(outgoing([10, 11], store.spec))
         cache.tell(store.spec, lambda log: log.written([key_of(10), key_of(11)]))
-    evictor.step()
+    one.step()
     assert cache.stored(12) == [NONE] * 3 + [BOTH] * 9
 
 
 def test_what_somebody_else_wrote_without_telling_is_found_by_the_next_scan(cache: Cache) -> None:
     cache.fill(minutes=10)
-    evictor = cache.evictor(blocks=21.2)
-    assert evictor.step() is None
+    one = cache.evictor(blocks=21.2)
+    assert one.step() is None
     dump_aged(cache.kv, cache.storage, [100, 101], minutes_ago=30)
     with mock.patch.object(time, "monotonic", return_value=time.monotonic() + 3600):
-        assert evictor.step() is not None
+        assert one.step() is not None
     assert cache.kv.lookup([key_of(100), key_of(101)]) == [False, False]
     assert cache.stored(10) == [BOTH] * 10
 
 
 def test_a_block_told_of_after_the_scan_found_it_counts_once(cache: Cache) -> None:
     cache.kv.dump(outgoing(range(10), KV))
-    evictor = cache.evictor(blocks=100)
-    evictor.step()
+    one = cache.evictor(blocks=100)
+    one.step()
     cache.tell(KV, lambda log: log.written([key_of(number) for number in range(10)]))
-    evictor.step()
-    assert evictor.disk_bytes == 10 * BLOCK_BYTES
+    one.step()
+    assert one.disk_bytes == 10 * BLOCK_BYTES
 
 
 # What counts as use.
@@ -168,12 +168,23 @@ def test_a_used_block_stays_in_every_pool_it_was_used_in(cache: Cache) -> None:
 
 def test_a_use_after_the_scan_counts(cache: Cache) -> None:
     cache.fill(minutes=10)
-    evictor = cache.evictor(blocks=19.99)
+    one = cache.evictor(blocks=19.99)
     with mock.patch.object(Evictor, "limit_bytes", return_value=10**9):
-        evictor.step()
+        one.step()
     for spec in (KV, SWA):
         cache.tell(spec, lambda log: log.used([key_of(0)]))
-    evictor.step()
+    one.step()
+    assert cache.stored(10) == [BOTH, NONE] + [BOTH] * 8
+
+
+def test_a_block_that_turns_out_younger_than_the_scan_knew_waits_for_its_turn(cache: Cache) -> None:
+    cache.fill(minutes=10)
+    one = cache.evictor(blocks=19)
+    with mock.patch.object(Evictor, "limit_bytes", return_value=10**9):
+        one.step()
+    for spec in (KV, SWA):
+        age(cache.storage, spec, [0], minutes_ago=5)
+    one.step()
     assert cache.stored(10) == [BOTH, NONE] + [BOTH] * 8
 
 
@@ -232,6 +243,17 @@ def test_what_was_written_just_now_stays_even_if_it_is_too_much(cache: Cache) ->
     assert run.left_bytes > run.limit_bytes
 
 
+def test_of_a_minute_that_is_just_ending_only_the_older_part_goes(cache: Cache) -> None:
+    minute = time.time() // 60 * 60 - 120
+    cache.kv.dump(outgoing(range(20), KV))
+    for number in range(20):
+        second = minute + (50 if number < 10 else 10)
+        os.utime(block_path(cache.storage, KV, key_of(number)), (second, second))
+    with mock.patch.object(evictor, "_FRESH_S", time.time() - minute - 30):
+        cache.evict(blocks=2)
+    assert cache.kv.lookup([key_of(number) for number in range(20)]) == [True] * 10 + [False] * 10
+
+
 class SetClock:
     """The file system's clock, ahead of the real one by what a test says."""
 
@@ -264,13 +286,13 @@ def clock() -> Iterator[SetClock]:
 def test_a_clock_that_jumps_does_not_evict_what_was_written_just_before(
     cache: Cache, clock: SetClock, jump_s: float
 ) -> None:
-    evictor = cache.evictor(blocks=15)
-    evictor.step()
+    one = cache.evictor(blocks=15)
+    one.step()
     cache.kv.dump(outgoing(range(20), KV))
     clock.stamp(cache.storage, KV, range(20))
     cache.tell(KV, lambda log: log.written([key_of(number) for number in range(20)]))
     clock.ahead_s = jump_s
-    evictor.step()
+    one.step()
     assert cache.kv.lookup([key_of(number) for number in range(20)]) == [True] * 20
 
 
@@ -312,24 +334,24 @@ def test_an_undeletable_block_does_not_stop_eviction(
     cache.fill(minutes=10)
     path = block_path(cache.storage, KV, key_of(0))
     undeletable(path)
-    evictor = cache.evictor(blocks=19)
-    run = evictor.step()
+    one = cache.evictor(blocks=19)
+    run = one.step()
     assert run is not None
     assert (run.failed, run.problem) == (1, f"{path}: {os.strerror(1 if os.geteuid() == 0 else 13)}")
     # It still takes its space, so that another block has to go.
     assert cache.stored(10) == [(True, False), NONE] + [BOTH] * 8
     assert run.left_bytes == 17 * BLOCK_BYTES
-    assert evictor.step() is None
+    assert one.step() is None
 
 
 def test_what_is_gone_already_is_no_problem(cache: Cache) -> None:
     cache.fill(minutes=10)
-    evictor = cache.evictor(blocks=19)
+    one = cache.evictor(blocks=19)
     with mock.patch.object(Evictor, "limit_bytes", return_value=10**9):
-        evictor.step()
+        one.step()
     cache.kv.delete([key_of(0)])
     shutil.rmtree(block_path(cache.storage, SWA, key_of(0)).parent)
-    run = evictor.step()
+    run = one.step()
     assert run is not None
     assert run.failed == 0
     assert cache.stored(10)[1:] == [BOTH] * 9

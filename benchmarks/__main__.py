@@ -100,6 +100,13 @@ def _backup(directories: list[Path], arguments: argparse.Namespace) -> Report:
     return backup.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 3.0)
 
 
+def _capacity(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import capacity
+
+    sizes = capacity.PAGE_BYTES[1::3] if arguments.quick else capacity.PAGE_BYTES
+    return capacity.measure(directories, page_sizes=sizes, budget_s=0.0 if arguments.quick else 3.0)
+
+
 def _store(directories: list[Path], arguments: argparse.Namespace) -> Report:
     from benchmarks import store
 
@@ -125,6 +132,7 @@ BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "restore_v4": _restore_v4,
     "checksum": _checksum,
     "backup": _backup,
+    "capacity": _capacity,
     "idle": _idle,
     "store": _store,
 }

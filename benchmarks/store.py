@@ -83,12 +83,14 @@ def measure(
 
 
 class EmbeddedWork(BlockWork):
-    """Our store."""
+    """Our store; keywords are options of it."""
 
-    def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
+    def __init__(self, directory: Path, page_bytes: int, count: int, **options: object) -> None:
         super().__init__("ours", page_bytes, count)
         spec = StoreSpec(namespace="benchmark", segment_bytes=(page_bytes,), identity=bytes(16))
-        self._store = open_store(spec, StoreConfig.from_mapping({"storage_backends": str(directory)}))
+        self._store = open_store(
+            spec, StoreConfig.from_mapping({"storage_backends": str(directory), **options})
+        )
         self._segments = [self.pages.views(page) for page in range(count)]
 
     def set(self, keys: Sequence[bytes]) -> list[bool]:

@@ -39,10 +39,11 @@ PAGE_BYTES = (
     (2_752_512, 2_752_512),
 )
 PAGES = 32
+BACKUP_BYTES = 16_000_000  # Of one dump; more only takes more time to start and to end.
 MOST_TIMES_ALONE = 1.5
 METHOD = f"""\
 A prefetch is what SGLang's prefetch thread does: a lookup of {PAGES} keys, then a load of these blocks. A
-backup is what its backup thread does meanwhile: dumps of {PAGES} new blocks each, one after the other
+backup is what its backup thread does meanwhile: dumps of up to {PAGES} new blocks each, one after the other
 without a pause, into another pool's store of the same process. `ours` is the prefetch beside the backup,
 `other` the prefetch alone. Data is warm. Required: at most {MOST_TIMES_ALONE:g} times as long, a speed-up
 of {1 / MOST_TIMES_ALONE:.2f}."""
@@ -151,7 +152,7 @@ class Backup:
 
     def __init__(self, store: KVStore, page_bytes: int) -> None:
         self._store = store
-        self._pages = PrivatePages(page_bytes, PAGES)
+        self._pages = PrivatePages(page_bytes, min(PAGES, BACKUP_BYTES // page_bytes))
         self._pages.fill()
         self._first = 0
         self._stop = threading.Event()
@@ -176,7 +177,7 @@ class Backup:
         written: list[BlockKey] = []
         while not self._stop.is_set():
             blocks = _blocks(self._pages, self._first)
-            self._first += PAGES
+            self._first += len(blocks)
             written += [block.key for block in blocks]
             self._store.dump(blocks)
             self._begun.set()
@@ -190,5 +191,6 @@ def _open(directory: Path, page_bytes: int, name: str = "prefetch") -> KVStore:
 
 def _blocks(pages: PrivatePages, first: int) -> list[Block]:
     return [
-        Block(BlockKey((first + page).to_bytes(16, "little")), pages.views(page)) for page in range(PAGES)
+        Block(BlockKey((first + page).to_bytes(16, "little")), pages.views(page))
+        for page in range(len(pages))
     ]

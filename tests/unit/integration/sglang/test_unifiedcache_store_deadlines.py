@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -117,6 +118,46 @@ def test_a_call_returns_at_its_deadline_and_touches_no_page_afterwards(
 
     assert (read_pages(pools["kv"]), read_pages(pools["mamba"])) == at_return
     assert pools.guards.intact()
+
+
+@pytest.mark.parametrize("verb", ["set", "get"])
+def test_a_pool_whose_storage_hangs_costs_no_other_pool_of_the_batch(
+    attach: Attach, mount: FaultyMount, pools: HostPools, verb: str
+) -> None:
+    backend = attach(pools, extra_config=extra_config(mount))
+    backend.register_mem_host_pool_v2(pools["kv"], PoolName.DRAFT)
+    keys = [f"key-{n}" for n in range(8)]  # As many as there are threads.
+    moves = [
+        PoolTransfer(name=name, keys=keys, host_indices=page_indices(pools[pool], list(range(8))))
+        for name, pool in ((PoolName.MAMBA, "mamba"), (PoolName.DRAFT, "kv"))
+    ]
+    if verb == "get":
+        assert backend.batch_set_v2(moves) == {"mamba": [True] * 8, "draft": [True] * 8}
+    for operation in ("read", "create", "write"):
+        mount.hang(operation, "/sglang_v2/draft")  # Its pages are the larger ones, which begin.
+    move = backend.batch_set_v2 if verb == "set" else backend.batch_get_v2
+    assert move(moves) == {"mamba": [True] * 8, "draft": [False] * 8}
+    mount.heal()
+
+
+def test_hit_queries_and_loads_do_not_queue_behind_writes_that_hang(
+    attach: Attach, mount: FaultyMount, pools: HostPools
+) -> None:
+    backend = attach(pools, extra_config={**extra_config(mount), "dump_timeout_s": 10 * DEADLINE_S})
+    assert backend.batch_set_v1(KEYS, page_indices(pools["kv"], [0, 1, 2])) == [True] * 3
+    new = [f"new-{n}" for n in range(8)]  # As many as there are threads.
+    mount.hang("write")
+    with ThreadPoolExecutor(1) as backup:
+        writing = backup.submit(backend.batch_set_v1, new, page_indices(pools["kv"], list(range(8))))
+        while backend.batch_exists(new) == 0 and not list((mount.path / "kv/.tmp").iterdir()):
+            pass  # Until writes hang.
+        for _ in range(20):
+            assert backend.batch_exists(KEYS) == 3
+            assert backend.batch_get_v1(KEYS, page_indices(pools["kv"], [8, 9, 10])) == [True] * 3
+        assert not writing.done()
+        mount.heal()
+        assert writing.result() == [True] * 8
+    assert read_pages(pools["kv"], [8, 9, 10]) == read_pages(pools["kv"], [0, 1, 2])
 
 
 def test_closing_is_bounded(attach: Attach, mount: FaultyMount, pools: HostPools) -> None:

@@ -12,12 +12,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ucm.cli import patch, validate
+from ucm.cli import cache, patch, validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (patch, validate)
+COMMANDS = (cache, patch, validate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

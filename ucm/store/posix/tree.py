@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucm.store.posix.layout import is_shard_name, key_of
+from ucm.store.posix.layout import SHARD_HEX_DIGITS, is_shard_name, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,8 +52,8 @@ def shards(root: str) -> Iterator[Shard]:
 def block_entries(shard: Shard) -> Iterator[BlockEntry]:
     """Yield the regular files of a shard that are named like blocks of it."""
     for entry in _entries(shard.path):
-        key = key_of(entry.name)
-        if key is None or not shard.path.endswith(f"/{entry.name[:3]}"):
+        key = _key_in(shard, entry.name)
+        if key is None:
             continue
         try:
             found = entry.stat(follow_symlinks=False)
@@ -61,6 +61,17 @@ def block_entries(shard: Shard) -> Iterator[BlockEntry]:
             continue
         if stat.S_ISREG(found.st_mode):
             yield BlockEntry(key, entry.path, found)
+
+
+def strays(shard: Shard) -> Iterator[os.DirEntry[str]]:
+    """Yield the regular files of a shard that are not named like blocks of it."""
+    for entry in _entries(shard.path):
+        if _key_in(shard, entry.name) is None and entry.is_file(follow_symlinks=False):
+            yield entry
+
+
+def _key_in(shard: Shard, name: str) -> BlockKey | None:
+    return key_of(name) if shard.path.endswith(f"/{name[:SHARD_HEX_DIGITS]}") else None
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:

@@ -8,6 +8,10 @@ import itertools
 import os
 import secrets
 from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Far beyond any dump deadline: a file this old is nobody's, whatever machine its writer was on.
 _ORPHAN_AGE_S = 3600.0
@@ -23,28 +27,37 @@ def new_writer_name() -> str:
 
 
 def remove_orphans(directory: str) -> int:
-    """Remove the files in preparation whose writers are gone; return how many.
+    """Remove the files in preparation whose writers are gone; return how many."""
+    removed = 0
+    for path in find_orphans(directory):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+            removed += 1
+    return removed
+
+
+def find_orphans(directory: str) -> Iterator[str]:
+    """Yield the files in preparation whose writers are gone.
 
     A writer on this machine and in this PID namespace is asked for by its process
     id. Any other is gone when its file is an hour old, by the clock that dates the files:
     this machine's may be wrong.
     """
-    removed = 0
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
-        return 0
+        return
     if not names:
-        return 0
+        return
     os.utime(directory)
     now = os.stat(directory).st_mtime
     for name in names[:_MAX_REMOVALS]:
         path = f"{directory}/{name}"
+        is_orphan = False
         with contextlib.suppress(OSError):
-            if _is_orphan(path, name, now):
-                os.unlink(path)
-                removed += 1
-    return removed
+            is_orphan = _is_orphan(path, name, now)
+        if is_orphan:
+            yield path
 
 
 def _is_orphan(path: str, name: str, now: float) -> bool:

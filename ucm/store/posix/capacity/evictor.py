@@ -157,9 +157,9 @@ class Evictor:
                 size = entry.found.st_blocks * DISK_BLOCK_BYTES
                 index.add(used_ns // MINUTE_NS, Record(shard.namespace, entry.key, size))
             self._breathe()
-        for namespace in namespaces:
-            remove_orphans(f"{self._root}/{namespace}/{TEMP_DIRECTORY}")
-        remove_orphans(f"{self._root}/{DIRECTORY}/{TEMP_DIRECTORY}")
+        for namespace in (*namespaces, DIRECTORY):
+            with contextlib.suppress(OSError):
+                remove_orphans(f"{self._root}/{namespace}/{TEMP_DIRECTORY}")
         self._index, self._scanned, self._stuck_bytes = index, scanned, 0
         ended_s = time.monotonic()
         self._next_scan_s = ended_s + max(_SCAN_INTERVAL_S, (ended_s - began_s) / _SCAN_SHARE)

@@ -6,10 +6,12 @@ exists, the patches apply in order with nothing but exact context, the result co
 back the same bytes.
 
     python scripts/check_patches.py                   # all releases; their wheels are downloaded once
+    python scripts/check_patches.py --contract        # and the contract tests on each: some minutes
     python scripts/check_patches.py 0.5.23 --wheel sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl
     python scripts/check_patches.py 0.5.23 --needed   # each patch's test must fail without the patch
 
-`--needed` takes the SGLang that this Python imports, so it works on one release.
+The contract tests (`tests/releases/contract`) run on a patched copy of the release, with what this Python's
+environment has besides; those of the backend's name once more on the release as it is, with our plugin.
 """
 
 # A command prints.
@@ -21,21 +23,28 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucm.patching.errors import PatchingError
 from ucm.patching.patch_set import PatchSet, patch_sets_directory, supported_versions
+from ucm.testing.release_copy import WITHOUT_PATCH
+from ucm.testing.sglang_release import (
+    CONTRACT,
+    release_wheel,
+    run_contract_tests,
+    unpack_patched_release,
+    unpack_release,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WHEELS = REPOSITORY / ".nox" / "wheels"
-
-WITHOUT_PATCH = "UCM_TEST_WITHOUT_PATCH"
-"""Environment variable: tests that use a patched SGLang leave this patch out."""
+NAMED_BACKEND = f"{CONTRACT}/test_named_backend.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,47 +86,83 @@ def check_release(patch_set: PatchSet, package: Path | zipfile.Path) -> None:
             raise PatchingError(f"{path} differs from the release after the patches are undone")
 
 
+def check_contract(version: str) -> str:
+    """Run the contract tests on the release, patched and with our plugin; return their summaries.
+
+    Raises:
+        PatchingError: A test fails.
+    """
+    summaries = []
+    with tempfile.TemporaryDirectory() as directory:
+        patched = unpack_patched_release(version, Path(directory))
+        summaries.append(_contract_summary(run_contract_tests(patched)))
+    with tempfile.TemporaryDirectory() as directory:
+        released = unpack_release(version, Path(directory))
+        if released.has_plugin_system:
+            result = run_contract_tests(released, [NAMED_BACKEND], plugin=True)
+            summaries.append(f"with the plugin {_contract_summary(result)}")
+    return "; ".join(summaries)
+
+
+def _contract_summary(result: subprocess.CompletedProcess[str]) -> str:
+    if result.returncode:
+        raise PatchingError(f"contract tests fail:\n{result.stdout[-4000:]}{result.stderr[-2000:]}")
+    return result.stdout.strip().splitlines()[-1]
+
+
 def check_needed(patch_set: PatchSet) -> None:
     """Check that each patch's test passes with the patches, and fails without its own.
 
     Raises:
         PatchingError: It does not.
     """
-    _run_tests({patch.header["Test"] for patch in patch_set.patches}, without="", expected=0)
     for patch in patch_set.patches:
+        test = patch.header["Test"]
+        _run_test(patch_set.version, test, without="", expected=0)
         # 1 is pytest's status for failing tests; others say that it could not run them.
-        _run_tests({patch.header["Test"]}, without=patch.name, expected=1)
-        print(f"SGLang {patch_set.version}: {patch.name} is needed")
+        _run_test(patch_set.version, test, without=patch.name, expected=1)
+        print(f"SGLang {patch_set.version}: {patch.name} is needed", flush=True)
 
 
-def _run_tests(tests: set[str], *, without: str, expected: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", *sorted(tests)]
-    result = subprocess.run(  # The command is ours.
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, WITHOUT_PATCH: without},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _run_test(version: str, test: str, *, without: str, expected: int) -> None:
+    if test.startswith(CONTRACT):
+        with tempfile.TemporaryDirectory() as directory:
+            result = run_contract_tests(
+                unpack_patched_release(version, Path(directory), without=without), [test]
+            )
+    else:
+        result = subprocess.run(  # The command is ours.
+            [sys.executable, "-m", "pytest", "-q", test],
+            cwd=REPOSITORY,
+            env={**os.environ, WITHOUT_PATCH: without},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if result.returncode != expected:
         raise PatchingError(
-            f"{WITHOUT_PATCH}={without} {shlex.join(command)} returned {result.returncode}, "
-            f"expected {expected}:\n{result.stdout[-2000:]}"
+            f"{shlex.quote(test)} on SGLang {version} without {without or 'nothing'} returned "
+            f"{result.returncode}, expected {expected}:\n{result.stdout[-2000:]}"
         )
 
 
 def _is_good(version: str, arguments: argparse.Namespace) -> bool:
+    start = time.monotonic()
     try:
         patch_set = PatchSet.read(patch_sets_directory() / version)
         check_tests_exist(patch_set)
         check_release(patch_set, _package(version, arguments.wheel, arguments.tree))
+        contract = check_contract(version) if arguments.contract else ""
         if arguments.needed:
             check_needed(patch_set)
     except PatchingError as error:
         print(f"SGLang {version}: {error}", file=sys.stderr)
         return False
-    print(f"SGLang {version}: {len(patch_set.patches)} patches, {len(patch_set.paths)} files: good")
+    print(
+        f"SGLang {version}: {len(patch_set.patches)} patches, {len(patch_set.paths)} files: good", flush=True
+    )
+    if contract:
+        print(f"    contract tests {contract} ({time.monotonic() - start:.0f} s)", flush=True)
     return True
 
 
@@ -130,6 +175,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--wheel", type=Path, help="SGLang's wheel of the one VERSION given")
     where.add_argument("--tree", type=Path, help="directory that has its `sglang` package")
+    parser.add_argument("--contract", action="store_true", help="also run the contract tests on each release")
     parser.add_argument("--needed", action="store_true", help="also run each patch's test without the patch")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.versions) - set(supported):
@@ -146,22 +192,10 @@ def _package(version: str, wheel: Path | None, tree: Path | None) -> Path | zipf
     if tree is not None:
         return tree / "sglang"
     if wheel is None:
-        wheel = _downloaded(version)
+        wheel = release_wheel(version)
     if not wheel.name.startswith(f"sglang-{version}-"):
         raise PatchingError(f"{wheel.name} is not SGLang {version}")
     return zipfile.Path(wheel, "sglang/")
-
-
-def _downloaded(version: str) -> Path:
-    """Return the release's wheel, for any platform, as its Python files are the same in all."""
-    directory = WHEELS / version
-    if not any(directory.glob("*.whl")):
-        # Python 3.11, because from 0.5.11 there is one wheel a Python version, and none for older ones.
-        options = ["--no-deps", "--only-binary=:all:", "--python-version=3.11", f"--dest={directory}"]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", *options, f"sglang=={version}"]
-        if subprocess.run(command, check=False).returncode:  # The command is ours.
-            raise PatchingError("the wheel could not be downloaded; give it with --wheel")
-    return next(directory.glob("*.whl"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ucm.testing.release_copy import WITHOUT_PATCH, apply_patches, environment, python, unpack
+from ucm.testing.release_copy import WITHOUT_PATCH, apply_patches, environment, python
+from ucm.testing.sglang_release import unpack_release
 
 if TYPE_CHECKING:
     from ucm.patching.installation import Installation
@@ -39,12 +39,7 @@ THREADS = {
 
 
 def copy_of_the_release(directory: Path) -> Installation:
-    spec = importlib.util.spec_from_file_location("check_patches", REPOSITORY / "scripts/check_patches.py")
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return unpack(script._downloaded(VERSION), directory / "site-packages")
+    return unpack_release(VERSION, directory / "site-packages")
 
 
 def start(sglang: Installation, *arguments: str) -> subprocess.Popen[str]:

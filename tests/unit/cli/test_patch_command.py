@@ -160,7 +160,7 @@ def test_a_repackaged_release_that_differs_is_left_alone(
     file = sglang.package / MEMORY
     record = sglang.package.parent / f"sglang-{sglang.version}.dist-info" / "RECORD"
     digest = sha256(file.read_bytes())
-    file.write_text(file.read_text().replace('"seaweedfs",', '"seaweed",'))
+    file.write_text(file.read_text().replace('"aibrix",', '"aibrix-2",'))
     record.write_text(record.read_text().replace(digest, sha256(file.read_bytes())))
     before = tree(sglang.package.parent)
     assert patch(action, sglang) == IMPOSSIBLE

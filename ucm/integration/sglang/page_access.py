@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ucm.integration.sglang.errors import UnsupportedPoolError
-from ucm.integration.sglang.sglang_compat import index_limit, indices_per_page, page_parts
+from ucm.integration.sglang.sglang_compat import index_limit, indices_per_page, page_buffer_meta, page_parts
 from ucm.store.interface import BlockStatus
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _PagesInPlace:
     def _part_pointers(self, host_indices: torch.Tensor) -> Sequence[int]:
         """Return the address of each part, page after page, if all of them are as registered."""
         count = len(self._starts(host_indices))
-        pointers, sizes, width = page_parts(self._host_pool.get_page_buffer_meta(host_indices), count)
+        pointers, sizes, width = page_parts(page_buffer_meta(self._host_pool, host_indices), count)
         if list(sizes) != list(self._part_bytes) * count:
             raise ValueError(_changed(sizes[:width], self._part_bytes))
         return pointers
@@ -208,7 +208,7 @@ def probe_parts(pool: str, host_pool: HostPool) -> tuple[int, ...]:
     """
     indices = torch.arange(indices_per_page(host_pool), dtype=torch.int64)
     try:
-        _, sizes, _ = page_parts(host_pool.get_page_buffer_meta(indices), 1)
+        _, sizes, _ = page_parts(page_buffer_meta(host_pool, indices), 1)
     except (AttributeError, NotImplementedError, ValueError) as exc:
         raise UnsupportedPoolError.because(
             pool,

@@ -37,10 +37,10 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from ucm.integration.sglang import sglang_compat
+
     HookRegistry.register("sglang.srt.server_args.ServerArgs.add_cli_args", accept_on_the_command_line)
-    HookRegistry.register(
-        "sglang.srt.arg_groups.hicache_hook.resolve_storage_layout_compatibility", switch_to_page_first
-    )
+    HookRegistry.register(sglang_compat.layout_resolver(), switch_to_page_first)
     # A scheduler process registers from within this module. Applying the hooks below imports controllers and
     # memory pools, which other processes do without.
     if "sglang.srt.managers.scheduler" in sys.modules:
@@ -58,10 +58,10 @@ def register() -> None:
             "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend",
             use_zero_copy_page_functions,
         )
-        HookRegistry.register(
-            "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.should_backup",
-            write_draft_pools_on_every_rank,
-        )
+        if registration := sglang_compat.draft_registration():
+            HookRegistry.register(registration, store_draft_pool_apart)
+        if decision := sglang_compat.backup_decision():
+            HookRegistry.register(decision, write_draft_pools_on_every_rank)
 
 
 def _is_patched() -> bool:
@@ -100,15 +100,15 @@ def accept_on_the_command_line(_result: None, parser: argparse.ArgumentParser) -
 @_harmless
 def switch_to_page_first(_result: None, server_args: ServerArgs) -> None:
     """Replace the layer_first host layout, in which a page is not contiguous."""
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from ucm.integration.sglang import sglang_compat
 
-    settings = resolving_view(server_args)
+    settings = sglang_compat.resolved_arguments(server_args)
     if settings.hicache_storage_backend != BACKEND or settings.hicache_mem_layout != "layer_first":
         return
     # Other I/O backends have no such layout; attaching will refuse them.
     layout = {"direct": "page_first_direct", "kernel": "page_first"}.get(settings.hicache_io_backend)
     if layout is not None:
-        declare_resolution(server_args, "switch_to_page_first", hicache_mem_layout=layout)
+        sglang_compat.resolve_layout(server_args, layout)
         logger.warning(
             "%s does not work with the layer_first layout; using %s, as the io backend is %s",
             BACKEND,
@@ -140,6 +140,20 @@ def use_zero_copy_page_functions(_result: None, controller: HiCacheController, *
     if controller.storage_backend_type == BACKEND:
         controller.page_get_func = controller._page_get_zero_copy  # noqa: SLF001 # As SGLang does for its own.
         controller.page_set_func = controller._page_set_zero_copy  # noqa: SLF001
+
+
+@_harmless
+def store_draft_pool_apart(_result: None, controller: HiCacheController) -> None:
+    """Store the KV of a draft model in a pool of its own (0.5.13 to 0.5.18).
+
+    SGLang would hand its pages to the calls meant for the primary pool, which have another size.
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    if controller.storage_backend_type == BACKEND and controller.has_draft and controller.enable_storage:
+        controller.storage_backend.register_mem_host_pool_v2(controller.mem_pool_host_draft, PoolName.DRAFT)
+        controller.draft_page_get_func = controller._draft_page_get_v2  # noqa: SLF001 # As for SGLang's own.
+        controller.draft_page_set_func = controller._draft_page_set_v2  # noqa: SLF001
 
 
 @_harmless

@@ -22,6 +22,7 @@ from ucm.integration.sglang.sglang_compat import (
     keeps_index_to_itself,
     logical_dtype,
     pool_ownership,
+    takes_layout,
 )
 from ucm.store.factory import claim_identity, open_store
 from ucm.store.interface import StoreSpec
@@ -56,9 +57,10 @@ class PoolOpener:
 
     def anchor(self, host_pool: HostPool) -> Pool:
         """Open the pool that SGLang moves through its v1 interface."""
-        _require_page_first(ANCHOR_POOL, host_pool)
         if has_no_bytes(host_pool):
+            # Its layout means nothing, and older releases always call it layer_first.
             return _logical(ANCHOR_POOL, host_pool)
+        _require_page_first(ANCHOR_POOL, host_pool)
         if keeps_index_to_itself(host_pool):
             raise UnsupportedPoolError.because(
                 ANCHOR_POOL,
@@ -84,6 +86,8 @@ class PoolOpener:
                 host_pool,
                 "cannot name a directory; expected letters, digits, '_', '.' and '-'",
             )
+        if name == ANCHOR_POOL and has_no_bytes(host_pool):
+            return _logical(name, host_pool)
         _require_page_first(name, host_pool)
         if not probe_parts(name, host_pool):
             return _logical(name, host_pool)
@@ -162,11 +166,19 @@ def _logical(name: str, host_pool: HostPool) -> LogicalPool:
 
 def _require_page_first(name: str, host_pool: HostPool) -> None:
     """Refuse a pool whose pages are scattered over the layers."""
-    if host_pool.layout not in PAGE_FIRST_LAYOUTS:
+    if host_pool.layout in PAGE_FIRST_LAYOUTS:
+        return
+    if not takes_layout(host_pool):
         raise UnsupportedPoolError.because(
             name,
             host_pool,
-            f"is not page first; expected layout {' or '.join(map(repr, PAGE_FIRST_LAYOUTS))}: start with "
-            "--hicache-mem-layout page_first (and --hicache-io-backend kernel) "
-            "or page_first_direct (and --hicache-io-backend direct)",
+            "has this layout whatever --hicache-mem-layout says, as this SGLang knows no other for it: use a "
+            "newer SGLang (DeepSeek V4 needs 0.5.13), or start without --hicache-storage-backend",
         )
+    raise UnsupportedPoolError.because(
+        name,
+        host_pool,
+        f"is not page first; expected layout {' or '.join(map(repr, PAGE_FIRST_LAYOUTS))}: start with "
+        "--hicache-mem-layout page_first (and --hicache-io-backend kernel) "
+        "or page_first_direct (and --hicache-io-backend direct)",
+    )

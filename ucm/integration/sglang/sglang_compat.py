@@ -2,16 +2,17 @@
 """Every difference between the SGLang releases we support, decided by what their types offer.
 
 Read in SGLang 0.5.9 to 0.5.23. Pool names and hit policies are `str` enums, so
-the rest of the package compares them with plain text.
+the rest of the package compares them with plain text. Nothing of SGLang is imported before it is needed: the
+plugin is loaded by processes that do without its memory pools.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
-
-from sglang.srt.mem_cache import hicache_storage
 
 from ucm.integration.sglang.namespace import PoolOwnership, RankShard, ServedModel
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolTransferResult
     from sglang.srt.observability.metrics_collector import StorageMetrics
+    from sglang.srt.server_args import ServerArgs
 
     PageMeta: TypeAlias = tuple[Sequence[int] | None, Sequence[int] | None] | None
 
@@ -33,13 +35,13 @@ BLOCK_GROUPS = "block_groups"  # From 0.5.22.
 # (0.5.23 `HybridCacheController.should_backup`); its states differ in size.
 STATE_POOL = "mamba"
 
-# 0.5.19 added the set of all lengths; before, a reply could carry the longest only. An unpatched 0.5.9 has no
-# v2 interface, and asks for no such reply.
-_REPLY_LISTS_LENGTHS = hasattr(hicache_storage, "PoolTransferResult") and "restorable_prefix_pages" in {
-    field.name for field in fields(hicache_storage.PoolTransferResult)
-}
+# 0.5.10's pool of linear-attention states has this method in place of `get_page_buffer_meta`.
+_STATE_PARTS = "_iter_page_tensors"
 
-_METRICS_MODULES = ("sglang.srt.observability.metrics_collector", "sglang.srt.metrics.collector")
+_SGLANG = "sglang.srt"
+_LAYOUT_HOOKS = f"{_SGLANG}.arg_groups.hicache_hook"
+_OVERRIDES = f"{_SGLANG}.arg_groups.overrides"
+_METRICS_MODULES = (f"{_SGLANG}.observability.metrics_collector", f"{_SGLANG}.metrics.collector")
 
 _DTYPE_BY_TORCH_NAME = {
     "float8_e4m3fn": "fp8_e4m3",
@@ -129,7 +131,8 @@ def as_host_pool(candidate: object) -> HostPool | None:
     """
     entry = getattr(candidate, "anchor_entry", None)
     pool = candidate if entry is None else entry.host_pool
-    return cast("HostPool", pool) if hasattr(pool, "get_page_buffer_meta") else None
+    known = hasattr(pool, "get_page_buffer_meta") or hasattr(pool, _STATE_PARTS)
+    return cast("HostPool", pool) if known else None
 
 
 def has_no_bytes(host_pool: HostPool) -> bool:
@@ -147,8 +150,13 @@ def keeps_index_to_itself(host_pool: HostPool) -> bool:
     Until 0.5.10 the index lies beside the KV, in a pool that moves pages of KV only, and has
     no name of its own. Patches give it one.
     """
-    names = getattr(hicache_storage, "PoolName", None)
+    names = getattr(import_module(f"{_SGLANG}.mem_cache.hicache_storage"), "PoolName", None)
     return hasattr(host_pool, "index_k_with_scale_buffer") and not hasattr(names, "INDEXER")
+
+
+def takes_layout(host_pool: HostPool) -> bool:
+    """Tell whether the pool can be built in several layouts; 0.5.12's DeepSeek V4 pools cannot."""
+    return "layout" in inspect.signature(type(host_pool)).parameters
 
 
 def indices_per_page(host_pool: HostPool) -> int:
@@ -185,6 +193,19 @@ def pool_ownership(pool: str, host_pool: HostPool, model: ServedModel) -> PoolOw
     """
     replicated = model.replicated and pool != STATE_POOL and not holds_heads(host_pool)
     return PoolOwnership(shard=model.shard, replicated=replicated)
+
+
+def page_buffer_meta(host_pool: HostPool, indices: torch.Tensor) -> PageMeta:
+    """Return pointers and sizes of the parts of the pages at `indices`, page after page.
+
+    0.5.10's pool of linear-attention states gives none, but the tensors themselves; one index is a page.
+    """
+    if hasattr(host_pool, "get_page_buffer_meta"):
+        return host_pool.get_page_buffer_meta(indices)
+    parts = [part for index in indices.tolist() for part in getattr(host_pool, _STATE_PARTS)(index)]
+    if not all(part.is_contiguous() for part in parts):
+        raise ValueError("the parts of a page are not contiguous")
+    return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
 
 def page_parts(meta: PageMeta, pages: int) -> tuple[Sequence[int], Sequence[int], int]:
@@ -240,8 +261,51 @@ def logical_dtype(host_pool: HostPool) -> str:
 
 def hit_result(restorable: list[int], pages_by_pool: dict[str, int]) -> PoolTransferResult:
     """Build SGLang's reply; before 0.5.19 it cannot list all legal lengths."""
-    extra = {"restorable_prefix_pages": restorable} if _REPLY_LISTS_LENGTHS else {}
-    return hicache_storage.PoolTransferResult(max(restorable, default=0), pages_by_pool, **extra)
+    reply = import_module(f"{_SGLANG}.mem_cache.hicache_storage").PoolTransferResult
+    lists_lengths = any(field.name == "restorable_prefix_pages" for field in fields(reply))
+    extra = {"restorable_prefix_pages": restorable} if lists_lengths else {}
+    result: PoolTransferResult = reply(max(restorable, default=0), pages_by_pool, **extra)
+    return result
+
+
+def layout_resolver() -> str:
+    """Name SGLang's function that replaces an unsuitable host layout; until 0.5.18 it is a method."""
+    if _has_module(_LAYOUT_HOOKS):
+        return f"{_LAYOUT_HOOKS}.resolve_storage_layout_compatibility"
+    return f"{_SGLANG}.server_args.ServerArgs._resolve_storage_layout_compatibility"
+
+
+def resolved_arguments(server_args: ServerArgs) -> ServerArgs:
+    """Return the server's arguments as SGLang has resolved them so far."""
+    if not _has_module(_LAYOUT_HOOKS):
+        return server_args
+    view: ServerArgs = import_module(_OVERRIDES).resolving_view(server_args)
+    return view
+
+
+def resolve_layout(server_args: ServerArgs, layout: str) -> None:
+    """Replace `--hicache-mem-layout`."""
+    if _has_module(_LAYOUT_HOOKS):
+        import_module(_OVERRIDES).declare_resolution(
+            server_args, "switch_to_page_first", hicache_mem_layout=layout
+        )
+    else:
+        server_args.hicache_mem_layout = layout
+
+
+def draft_registration() -> str | None:
+    """Name SGLang's function that gives a draft pool to the storage backend.
+
+    None where there is none, as drafts are not stored apart (until 0.5.12) or are sidecars (from 0.5.19).
+    """
+    controller = import_module(f"{_SGLANG}.managers.cache_controller").HiCacheController
+    return _method(controller, "_maybe_register_draft_with_storage")
+
+
+def backup_decision() -> str | None:
+    """Name SGLang's function that decides which sidecars a rank writes; None until 0.5.17."""
+    module = import_module(f"{_SGLANG}.mem_cache.hybrid_cache.hybrid_cache_controller")
+    return _method(module.HybridCacheController, "should_backup")
 
 
 def storage_metrics(
@@ -279,6 +343,17 @@ def _published_model_setting(name: str) -> str | None:
     except (AttributeError, ValueError):
         return None
     return None if value is None else str(value)
+
+
+def _method(cls: type, name: str) -> str | None:
+    return f"{cls.__module__}.{cls.__qualname__}.{name}" if name in vars(cls) else None
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # The package that it would be in.
+        return False
 
 
 def _optional_module(name: str) -> ModuleType | None:

@@ -120,6 +120,6 @@ def test_a_process_without_scheduler_is_not_made_to_import_one(unpatched: Instal
     code = (
         "import json, sys; from sglang.srt.plugins import load_plugins; load_plugins();"
         "print(json.dumps([name in sys.modules for name in"
-        " ('ucm.integration.sglang.plugin', 'sglang.srt.managers.cache_controller', 'ucm.store')]))"
+        " ('ucm.integration.sglang.plugin', 'sglang.srt.managers.cache_controller', 'ucm.store.posix')]))"
     )
     assert json.loads(run_python(unpatched, "ucm", "-c", code)) == [True, False, False]

@@ -219,7 +219,6 @@ def test_a_release_before_0_5_19_gets_the_longest_length_only(monkeypatch: pytes
         kv_hit_pages: int
         extra_pool_hit_pages: dict[str, int]
 
-    monkeypatch.setattr(sglang_compat, "_REPLY_LISTS_LENGTHS", False)
     monkeypatch.setattr("sglang.srt.mem_cache.hicache_storage.PoolTransferResult", OldResult)
 
     assert sglang_compat.hit_result([1, 3], {"kv": 4}) == OldResult(3, {"kv": 4})

@@ -94,5 +94,5 @@ def test_nobody_asks_the_logical_anchor_how_large_a_token_is(
 
 
 def test_pages_scattered_over_layers_are_refused_at_attach(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"host pool 'kv'.*'layer_first'.*--hicache-mem-layout page_first"):
+    with pytest.raises(ValueError, match=r"host pool 'swa'.*'layer_first'.*--hicache-mem-layout page_first"):
         serve_flash(tmp_path, mtp=False, layout="layer_first").__enter__()

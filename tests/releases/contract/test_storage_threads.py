@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: MIT
+"""SGLang's storage threads when a backend raises: one request is lost, nothing else.
+
+Our backend never raises; here one does on purpose. Up to 0.5.21 a patch each keeps the threads alive, from
+0.5.22 SGLang does so itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+from ucm.testing.pool_memory import page_indices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucm.testing.release_pools import ReleaseController
+
+PAGE_TOKENS = 64
+TOKENS = list(range(2 * PAGE_TOKENS))
+SOON_S = 3.0
+
+
+@pytest.fixture
+def attached(controller: ReleaseController, storage: dict[str, Any]) -> ReleaseController:
+    """A controller with our backend."""
+    controller.attach("unifiedcache", storage)
+    return controller
+
+
+def raise_once(controller: ReleaseController, monkeypatch: pytest.MonkeyPatch, method: str) -> list[int]:
+    """Let one method of the backend raise at its next call; return a list that counts its calls."""
+    calls: list[int] = []
+    original: Callable[..., Any] = getattr(controller.backend, method)
+
+    def raise_or_call(*arguments: object, **more: object) -> object:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(5, "I/O error")
+        return original(*arguments, **more)
+
+    monkeypatch.setattr(controller.backend, method, raise_or_call)
+    return calls
+
+
+def states(controller: ReleaseController, page: int, keys: list[str]) -> list[PoolTransfer]:
+    """Ask for, or move, the linear-attention state at the end of a prompt."""
+    if "mamba" not in controller.pools.by_name:
+        pytest.skip("this SGLang has no pools of kind mamba")
+    indices = page_indices(controller.pools.by_name["mamba"], [page])
+    return [
+        PoolTransfer(PoolName.MAMBA, host_indices=indices, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    ]
+
+
+def store(controller: ReleaseController, sidecars: bool = False) -> int:
+    """Back up a prompt of two pages; return how many of its tokens are stored."""
+    hashes = controller.page_hashes(TOKENS)
+    transfers = states(controller, 0, hashes[-1:]) if sidecars else None
+    controller.back_up(hashes, torch.arange(len(TOKENS)), transfers)
+    return controller.backed_up_tokens(SOON_S)
+
+
+def test_a_backup_that_raises_is_acknowledged(
+    attached: ReleaseController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_once(attached, monkeypatch, "batch_set_v1")
+
+    assert store(attached) == 0
+    assert store(attached) == len(TOKENS)
+
+
+def test_a_backup_of_sidecars_that_raises_is_acknowledged(
+    attached: ReleaseController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_once(attached, monkeypatch, "batch_set_v2")
+
+    assert store(attached, sidecars=True) == 0
+    assert store(attached, sidecars=True) == len(TOKENS)
+
+
+def test_a_lookup_that_raises_is_a_miss(attached: ReleaseController, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(attached)
+    raise_once(attached, monkeypatch, "batch_exists")
+
+    assert attached.prefetched_tokens(TOKENS, SOON_S) == 0
+    assert attached.prefetched_tokens(TOKENS, SOON_S) == len(TOKENS)
+
+
+def test_a_load_that_raises_ends_one_request_only(
+    attached: ReleaseController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(attached)
+    raise_once(attached, monkeypatch, "batch_get_v1")
+
+    assert attached.prefetched_tokens(TOKENS, SOON_S) == 0
+    assert attached.prefetched_tokens(TOKENS, SOON_S) == len(TOKENS)
+
+
+def test_a_load_of_sidecars_that_raises_ends_one_request_only(
+    attached: ReleaseController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(attached, sidecars=True)
+    calls = raise_once(attached, monkeypatch, "batch_get_v2")
+
+    attached.prefetched_tokens(TOKENS, SOON_S, states(attached, 1, ["?"]))
+    tokens = attached.prefetched_tokens(TOKENS, SOON_S, states(attached, 1, ["?"]))
+
+    assert len(calls) == 2
+    assert tokens == len(TOKENS)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: MIT
+"""Every patch set on its official release, and the contract tests on a few (`nox -s patches`: on all)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ucm.patching.patch_set import patch_sets_directory, supported_versions
+from ucm.testing.sglang_release import CONTRACT, run_contract_tests, unpack_patched_release
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VERSIONS = supported_versions(patch_sets_directory())
+
+# One for each protocol of SGLang's storage threads: host pages before the lookup, after it, and acknowledged.
+CONTRACT_VERSIONS = ["0.5.10.post1", "0.5.18", "0.5.21"]
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "check_patches", REPOSITORY / "scripts" / "check_patches.py"
+    )
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_patches: Any = load_script()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_patches_apply_compile_and_reverse_on_the_official_release(
+    version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_patches.main([version]) == 0
+    assert f"SGLang {version}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", CONTRACT_VERSIONS)
+def test_the_contract_holds_on_the_patched_release(version: str) -> None:
+    check_patches.check_contract(version)
+
+
+@pytest.mark.parametrize("version", CONTRACT_VERSIONS)
+def test_a_storage_thread_dies_of_an_exception_without_the_patch(version: str, tmp_path: Path) -> None:
+    patch = "survive-a-failing-backup.patch"
+    test = f"{CONTRACT}/test_storage_threads.py::test_a_backup_that_raises_is_acknowledged"
+    if version == "0.5.18":  # Its models with several pools have a thread of their own.
+        patch = "survive-a-failing-backup-of-sidecars.patch"
+    installation = unpack_patched_release(version, tmp_path, without=patch)
+
+    result = run_contract_tests(installation, [test])
+
+    assert result.returncode == 1
+    assert "TimeoutError" in result.stdout

@@ -38,7 +38,7 @@ _POSIX_MODULES = frozenset(
 _POSIX_PIPELINES = frozenset({"Posix", "Cache|Posix"})
 
 # Settings of upstream's stores that have no meaning here: sizes come from the pool, and the rest
-# tunes threads, buffers and garbage collection that the embedded store does not have.
+# tunes threads, buffers and garbage collection of theirs; ours is `capacity_bytes`.
 _IGNORED_UPSTREAM_OPTIONS = frozenset(
     {
         "block_size",

@@ -311,6 +311,20 @@ def test_without_an_evictor_stores_work_and_say_so_once(
     assert caplog.messages == [f"capacity: no evictor for {tmp_path}: No such file or directory"]
 
 
+def test_a_root_where_nothing_can_be_told_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".ucm").mkdir()
+    (tmp_path / DIRECTORY).write_text("in the way")
+    store = open_store(tmp_path, blocks=19)
+    for _ in range(10):
+        assert store.dump(outgoing([1], KV)) == [DONE]
+        time.sleep(0.1)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0] == f"capacity: no evictor for {tmp_path}: File exists"
+    assert caplog.messages[1].startswith("capacity: cannot tell what was used: ")
+
+
 def test_a_root_replaced_while_running_is_looked_through_again(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     store = open_store(storage, blocks=19)

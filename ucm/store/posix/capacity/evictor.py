@@ -83,6 +83,7 @@ class Evictor:
         # Blocks that cannot be removed: they take space, but trying again and again would not help.
         self._stuck_bytes = 0
         self._scanned: set[tuple[str, BlockKey]] = set()
+        self._scanned_root = (0, 0)
         self._next_scan_s = 0.0
         self._piece_began_s = time.monotonic()
 
@@ -110,8 +111,12 @@ class Evictor:
         Raises:
             OSError: The root cannot be used.
         """
-        jump_ns = self._clock.read()
-        if time.monotonic() >= self._next_scan_s or abs(jump_ns) > MINUTE_NS:
+        jumped = abs(self._clock.read()) > MINUTE_NS
+        found = os.stat(self._root)
+        # Something else may have been mounted or renamed there.
+        replaced = (found.st_dev, found.st_ino) != self._scanned_root
+        if jumped or replaced or time.monotonic() >= self._next_scan_s:
+            self._scanned_root = found.st_dev, found.st_ino
             self._learn()
             self._scan()
         self._learn()

@@ -45,6 +45,7 @@ class CapacityService:
         self._left: list[UseLog] = []
         self._news_bytes = _NEWS_BYTES
         self._untold_bytes = 0
+        self._problem = ""
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
@@ -133,8 +134,12 @@ class CapacityService:
         try:
             for root in publish(list(roots), logs):
                 roots[root].wake()
+                self._problem = ""
         except OSError as exc:
-            logger.warning("capacity: cannot tell what was used: %s", exc)
+            problem = f"{exc.filename}: {exc.strerror}"
+            if problem != self._problem:
+                logger.warning("capacity: cannot tell what was used: %s", problem)
+            self._problem = problem
 
     def _take_in(self, root: str, run: Run) -> None:
         """Log and count what an evictor has done."""

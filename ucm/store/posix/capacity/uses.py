@@ -32,6 +32,7 @@ DIRECTORY = ".ucm/capacity"
 _SUFFIX = ".uses"
 # Beyond these nobody can be reading, and the evictor's next scan finds what it is not told.
 _MAX_PENDING_KEYS = 200_000
+_MAX_PENDING_MINUTES = 5
 _MAX_FILES = 2_000
 
 
@@ -88,7 +89,7 @@ class UseLog:
         minute = time.time_ns() // MINUTE_NS
         with self._lock:
             pending = self._used.setdefault(minute, set())
-            if len(pending) < _MAX_PENDING_KEYS:
+            if len(pending) < _MAX_PENDING_KEYS and len(self._used) <= _MAX_PENDING_MINUTES:
                 pending.update(keys)
 
     def take(self) -> tuple[set[BlockKey], dict[int, set[BlockKey]]]:
@@ -103,7 +104,7 @@ def publish(roots: Sequence[str], logs: Sequence[UseLog]) -> list[str]:
     """Tell the evictor of every root its share of the logs; return the roots where there was any.
 
     Raises:
-        OSError: A root cannot be written; what was to be told is lost.
+        OSError: A root cannot be written; what was to be told there is lost.
     """
     news = {root: Uses({}, defaultdict(dict)) for root in roots}
     for log in logs:
@@ -115,8 +116,14 @@ def publish(roots: Sequence[str], logs: Sequence[UseLog]) -> list[str]:
                 together = news[root].used[(minute + 1) * MINUTE_NS - 1]
                 together[log.namespace] = [*together.get(log.namespace, []), *keys]
     told = [root for root, uses in news.items() if uses.written or uses.used]
+    failures = []
     for root in told:
-        _write(f"{root}/{DIRECTORY}", news[root])
+        try:
+            _write(f"{root}/{DIRECTORY}", news[root])
+        except OSError as exc:  # noqa: PERF203 -- one root's failure is no other's.
+            failures.append(exc)
+    if failures:
+        raise failures[0]
     return told
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import json
 import logging
 import os
 import signal
@@ -289,6 +290,20 @@ def test_an_evictor_killed_in_the_middle_is_replaced_and_the_work_is_finished(tm
     # No more than a minute's blocks too many, and the newest of them.
     assert blocks_below(tmp_path) >= 400
     assert_loads(store, range(3000 - 400, 3000))
+
+
+def test_an_evictor_that_fails_by_a_fault_of_its_own_says_why_and_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / DIRECTORY).mkdir(parents=True)
+    note = tmp_path / DIRECTORY / "odd.uses"
+    # A size no disk has: more than an index can take.
+    note.write_text(json.dumps({"written": {"": [2**60, [key_of(1).hex()]]}, "used": {}}))
+    open_store(tmp_path, blocks=19)
+    until(lambda: any("ended with status 1" in message for message in caplog.messages))
+    assert any("eviction below" in message and "error: " in message for message in caplog.messages)
+    assert not note.exists()
+    until(lambda: evictors(tmp_path))
 
 
 def test_an_evictor_ends_when_its_server_is_killed(tmp_path: Path) -> None:

@@ -35,10 +35,14 @@ def main(argument: str) -> None:
     settings = json.loads(argument)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    with contextlib.suppress(_ServerGoneError, BrokenPipeError):
-        _serve(
-            settings["root"], Capacity(settings["size_bytes"], settings["share"]), float(settings["tick_s"])
-        )
+    capacity = Capacity(settings["size_bytes"], settings["share"])
+    try:
+        _serve(settings["root"], capacity, settings["tick_s"])
+    except (_ServerGoneError, BrokenPipeError):
+        pass
+    except Exception as exc:  # A fault of our own: the server tells of it, and starts another evictor.
+        _tell(Run(problem=f"{type(exc).__name__}: {exc}"))
+        raise
 
 
 def _serve(root: str, capacity: Capacity, tick_s: float) -> None:
@@ -59,8 +63,12 @@ def _serve(root: str, capacity: Capacity, tick_s: float) -> None:
             if isinstance(exc, FileNotFoundError):
                 evictor = None  # Somebody has removed the directory; begin anew.
         if run is not None:
-            os.write(_STDOUT, json.dumps(dataclasses.asdict(run)).encode() + b"\n")
+            _tell(run)
         wait(tick_s)
+
+
+def _tell(run: Run) -> None:
+    os.write(_STDOUT, json.dumps(dataclasses.asdict(run)).encode() + b"\n")
 
 
 if __name__ == "__main__":

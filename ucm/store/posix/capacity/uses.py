@@ -128,7 +128,7 @@ def publish(roots: Sequence[str], logs: Sequence[UseLog]) -> list[str]:
 
 
 def collect(root: str) -> Iterator[Uses]:
-    """Yield what all processes have told since the last call; each file is removed once it was dealt with.
+    """Yield what all processes have told since the last call; and remove it.
 
     Raises:
         OSError: The directory cannot be read.
@@ -139,10 +139,11 @@ def collect(root: str) -> Iterator[Uses]:
             continue
         path = f"{directory}/{name}"
         uses = _read(path)
-        if uses is not None:
-            yield uses
+        # Gone before it is dealt with: one that brings the evictor down does so once. A scan makes up for it.
         with contextlib.suppress(OSError):
             os.unlink(path)
+        if uses is not None:
+            yield uses
 
 
 def _by_root(log: UseLog, keys: set[BlockKey]) -> dict[str, list[BlockKey]]:

@@ -56,6 +56,7 @@ class Family:
     """
 
     page_tokens: int
+    layout: str
     flags: tuple[str, ...] = ()
     lengths: tuple[int, ...]
     burst_tokens: int
@@ -77,6 +78,7 @@ class Family:
 FAMILIES = {
     "qwen3_5": Family(
         page_tokens=64,
+        layout="page_first",
         lengths=(298, 330, 450),
         burst_tokens=450,
         # A state of half the heads.
@@ -87,6 +89,7 @@ FAMILIES = {
     ),
     "deepseek_v4": Family(
         page_tokens=256,
+        layout="page_first_direct",
         flags=("--max-total-tokens", "4096"),
         lengths=(520, 600, 1100),
         burst_tokens=600,
@@ -152,7 +155,7 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             model=directory / "model",
             selection=Selection.PLUGIN,
             patched=None,
-            layout="page_first",
+            layout=family.layout,
             chunk_tokens=-1,
             storage_roots=(directory.parent / "kv-of-all",),
             extra_flags=family.flags,
@@ -297,7 +300,7 @@ def aftermath(served: ServedModel, setting: Setting, flushed: dict[int, Reply]) 
     with ThreadPoolExecutor(BURST) as executor:
         replies = [executor.submit(served.generate, prompt) for prompt in prompts]
         while not any(block.exists() for block in of_victim):
-            assert not all(reply.done() for reply in replies)
+            assert not any(reply.done() and reply.exception() for reply in replies)
             time.sleep(_POLL_S)
         os.kill(victim, signal.SIGKILL)
         served.server.kill()

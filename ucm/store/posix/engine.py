@@ -39,8 +39,9 @@ _PROCESSORS = os.cpu_count() or 1
 _PATIENCE_S = 0.001
 # So long a worker stays at its work while others of the same urgency wait.
 _TURN_S = 0.001
-# While somebody reads, a writer rests after each item as long as that took, but no longer than this.
-_MOST_REST_S = 0.005
+# While somebody reads, a writer rests after each item twice as long as that took, within these bounds:
+# it competes for processors, and for the GIL.
+_LEAST_REST_S, _MOST_REST_S = 0.0005, 0.005
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -330,13 +331,13 @@ class IoEngine:
         return results + batch.results()
 
     def _with_rests(self, work: Work[T]) -> Work[T]:
-        """Let those who read have the processor for half of the time, where there are few."""
+        """Leave the processors to those who read, for most of the time."""
 
         def work_and_rest(index: int, scratch: Scratch, lease: HostLease) -> T:
             begun = time.monotonic()
             result = work(index, scratch, lease)
             if self._readers:
-                time.sleep(min(time.monotonic() - begun, _MOST_REST_S))
+                time.sleep(min(max(2 * (time.monotonic() - begun), _LEAST_REST_S), _MOST_REST_S))
             return result
 
         return work_and_rest

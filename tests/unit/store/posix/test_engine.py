@@ -285,6 +285,35 @@ def test_writes_keep_one_worker_while_somebody_reads_and_get_the_others_back(eng
     assert two_write.is_set()
 
 
+def test_a_writer_rests_after_each_item_while_somebody_reads(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    reading, read_may_end = threading.Event(), threading.Event()
+
+    def read_slowly(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        reading.set()
+        read_may_end.wait(LONG_S)
+        return index
+
+    with ThreadPoolExecutor(1) as caller:
+        read = caller.submit(
+            engine.run, square, 1, urgency=Urgency.READ, timeout_s=LONG_S, attempt=read_slowly
+        )
+        assert reading.wait(LONG_S)
+        for attempt in (None, square):  # In a worker, and in the caller's own thread.
+            rests.clear()
+            engine.run(square, 10, urgency=Urgency.WRITE, timeout_s=LONG_S, attempt=attempt)
+            assert len(rests) == 10
+            assert min(rests) > 0
+        read_may_end.set()
+        read.result(LONG_S)
+    rests.clear()
+    engine.run(square, 10, urgency=Urgency.WRITE, timeout_s=LONG_S)
+    assert rests == []
+
+
 def test_threads_are_never_more_than_allowed() -> None:
     engine = IoEngine(3)
     with ThreadPoolExecutor(8) as callers:

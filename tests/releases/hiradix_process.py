@@ -12,9 +12,7 @@ where SGLang refuses, the message of the exception.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
+import hashlib
 import json
 import logging
 import os
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 BACKEND = "unifiedcache"
 PROMPT = list(range(4 * PAGE_TOKENS))
-INDEXER = "indexer_16896x1"  # Two layers of 64 tokens with 132 bytes each.
+INDEXER = "indexer_25344x1"  # Three layers of 64 tokens with 132 bytes each.
 LAYOUTS = ("page_first", "page_first_direct")
 
 
@@ -94,9 +92,9 @@ def recording(root: Path) -> dict[str, Any]:
     return dynamic(root, "RecordingStore", "ucm.testing.recording_store")
 
 
-def sidecar_calls(stack: HiradixStack) -> list[str]:
-    """Return the names of the v2 methods that SGLang has called, in order."""
-    return [call.method for call in stack.backend.calls if call.method.endswith("_v2")]
+def calls_of(stack: HiradixStack) -> list[str]:
+    """Return the names of the methods that SGLang has called, in order."""
+    return [call.method for call in stack.backend.calls]
 
 
 def serve(model: str, storage: dict[str, Any], **options: Any) -> AbstractContextManager[HiradixStack]:  # noqa: ANN401
@@ -143,11 +141,12 @@ def nsa(root: Path) -> dict[str, Any]:
     return restart("nsa", named(root))
 
 
-def nsa_files(root: Path) -> dict[str, int]:
-    """Store a prompt of a model with an index; returns the blocks in each namespace."""
+def stored(root: Path) -> dict[str, Any]:
+    """Store a prompt of a model with an index; returns the number of blocks, and digests of the pages."""
     with serve("nsa", named(root)) as stack:
-        stack.insert(PROMPT)
-    return StoredBlocks(root, MODEL_NAME, replicated=True).counts()
+        pages = stack.insert(PROMPT)
+    digests = [{kind: hashlib.sha256(page[kind]).hexdigest() for kind in page} for page in pages]
+    return {"blocks": StoredBlocks(root, MODEL_NAME, replicated=True).counts(), "digests": digests}
 
 
 def through_copies(root: Path) -> dict[str, dict[str, Any]]:
@@ -186,17 +185,17 @@ def bad_index_pages(root: Path) -> dict[str, dict[str, Any]]:
     return seen
 
 
-def v2_calls(root: Path) -> dict[str, list[str]]:
-    """Store and restore with each model; returns the v2 calls in order."""
-    calls = {}
+def calls(root: Path) -> dict[str, list[str]]:
+    """Store and restore with each model; returns the calls in order."""
+    seen = {}
     for model in hiradix_stack.MODELS:
         with serve(model, recording(root / model)) as first:
             first.insert(PROMPT)
-            calls[model] = sidecar_calls(first)
+            seen[model] = calls_of(first)
         with serve(model, recording(root / model)) as second:
             second.restore(PROMPT)
-            calls[model] += sidecar_calls(second)
-    return calls
+            seen[model] += calls_of(second)
+    return seen
 
 
 def refusals(root: Path) -> dict[str, Any]:
@@ -232,33 +231,16 @@ def failing_calls(root: Path) -> dict[str, dict[str, Any]]:
         with serve("mha", storage, seed=1) as first:
             inserted = first.insert(PROMPT)
         with serve("mha", storage, seed=2) as second:
-            second.patience_s = 3.0
             RaisingStore.failing = method
             if method == "batch_set_v1":
                 lost = observed(lambda: len(second.insert(PROMPT[::-1])))
             else:
                 lost = observed(second.prefetch, PROMPT)
             RaisingStore.failing = None
-            threads = ("prefetch_thread", "prefetch_io_aux_thread", "backup_thread")
-            dead = [name for name in threads if not getattr(second.tree.cache_controller, name).is_alive()]
-            second.patience_s = 60.0
+            dead = second.dead_threads()
             afterwards = None if dead else restored(second, inserted)
             seen[method] = {"lost": lost, "dead": dead, "afterwards": afterwards}
     return seen
-
-
-def accepted(root: Path) -> dict[str, str]:
-    """Parse the flag with known and unknown names."""
-    del root
-
-    def parse(name: str) -> str:
-        parser = argparse.ArgumentParser()
-        ServerArgs.add_cli_args(parser)
-        with contextlib.redirect_stderr(io.StringIO()):
-            parsed = parser.parse_args(["--model-path", "m", "--hicache-storage-backend", name])
-        return str(parsed.hicache_storage_backend)
-
-    return {name: observed(parse, name) for name in (BACKEND, "file", "no-such-backend")}
 
 
 def layouts(root: Path) -> dict[str, str]:
@@ -266,7 +248,12 @@ def layouts(root: Path) -> dict[str, str]:
     del root
 
     def resolve(backend: str, io_backend: str) -> str:
-        arguments = ServerArgs("dummy", hicache_storage_backend=backend, hicache_io_backend=io_backend)
+        arguments = ServerArgs(
+            "dummy",
+            enable_hierarchical_cache=True,
+            hicache_storage_backend=backend,
+            hicache_io_backend=io_backend,
+        )
         arguments._handle_hicache()
         return str(arguments.hicache_mem_layout)
 
@@ -277,34 +264,21 @@ def layouts(root: Path) -> dict[str, str]:
     }
 
 
-def attached(root: Path) -> dict[str, str]:
-    """Attach by name; returns the backend's class and the controller's page functions."""
-    with serve("mla", named(root)) as stack:
-        controller, backend = stack.tree.cache_controller, type(stack.backend)
-        return {
-            "class": f"{backend.__module__}.{backend.__qualname__}",
-            "get": controller.page_get_func.__name__,
-            "set": controller.page_set_func.__name__,
-        }
-
-
 OBSERVATIONS = {
     observation.__name__: observation
     for observation in (
-        accepted,
-        attached,
         bad_index_pages,
+        calls,
         failing_calls,
         index_of_file,
         layouts,
         long_prompt,
         nsa,
-        nsa_files,
         plain_models_dynamic,
         refusals,
         restores,
+        stored,
         through_copies,
-        v2_calls,
     )
 }
 
@@ -315,7 +289,7 @@ def two_ranks(root: Path) -> dict[str, Any]:
     storage = recording(root)
     with serve("nsa", storage, seed=1, tp_size=2) as first:
         inserted = first.insert(PROMPT)
-        calls = sidecar_calls(first)
+        writer = calls_of(first)
         torch.distributed.barrier()
     with serve("nsa", storage, seed=2, tp_size=2) as second:
         both = outcome(inserted, second.restore(PROMPT))
@@ -328,7 +302,7 @@ def two_ranks(root: Path) -> dict[str, Any]:
         after_loss = outcome(inserted, third.restore(PROMPT))
         torch.distributed.barrier()
     blocks = StoredBlocks(root, MODEL_NAME).counts()
-    return {"calls": calls, "blocks": blocks, "restored": both, "after a loss on rank 1": after_loss}
+    return {"calls": writer, "blocks": blocks, "restored": both, "after a loss on rank 1": after_loss}
 
 
 def observed(observe: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401 # Anything JSON can say.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The radix tree, controller and storage threads of SGLang 0.5.9, over its real pools, on a plain CPU.
+"""Radix tree, controller and storage threads of SGLang 0.5.9 and 0.5.10, over real pools, on a plain CPU.
 
 What `hicache_stack` is for the newest release. Import this module in a process of its own, with that SGLang
-first on the path. Replaced, because neither a GPU nor its 300 MB wheel is here: `sgl_kernel.kvcacheio`, the
-copies between device and host, by the CPU reference platform's; streams and events, by torch's for the CPU;
-registering host memory with the device; and the 10 GB of host memory that SGLang wants to keep free.
+first on the path. Replaced are what `release_environment` names, and the registering of host memory with the
+device.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang_cpu.hicache import transfer
+
+from ucm.testing import release_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,31 +31,17 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 64
 MODEL_NAME = "org/model"
+STORAGE_THREADS = ("prefetch_thread", "prefetch_io_aux_thread", "backup_thread")
 
 _PATIENCE_S = 60.0
 _POLL_S = 0.001
 _GUARD_BYTES = 4096
 _GUARD_VALUE = 0xA5
 
-_PAGE_HEAD_ONLY = ("transfer_kv_all_layer_lf_ph", "transfer_kv_per_layer_ph_lf")
-
-
-def _stand_in_for_sgl_kernel() -> None:
-    """Provide the module that memory pools import their copies from."""
-
-    def page_head_is_not_here(**_: object) -> None:
-        raise NotImplementedError("the page_head layout")
-
-    package, kvcacheio = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.kvcacheio")
-    vars(kvcacheio).update(transfer.FUNCTIONS, **dict.fromkeys(_PAGE_HEAD_ONLY, page_head_is_not_here))
-    sys.modules.update({"sgl_kernel": package, "sgl_kernel.kvcacheio": kvcacheio})
-
-
-_stand_in_for_sgl_kernel()
-torch.get_device_module = lambda _device=None: torch.cpu
+release_environment.prepare()
 
 from sglang.srt.distributed import parallel_state  # noqa: E402 # What it imports must be there first.
-from sglang.srt.mem_cache import memory_pool_host  # noqa: E402
+from sglang.srt.mem_cache import base_prefix_cache, memory_pool_host  # noqa: E402
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
@@ -69,6 +53,9 @@ from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+# 0.5.9 binds the process to the cores near its GPU.
+_NO_NUMA = {"disable_hicache_numa_detect": True} if hasattr(ServerArgs, "disable_hicache_numa_detect") else {}
 
 
 class _NeverPinned:
@@ -102,7 +89,6 @@ def host_memory_is_intact() -> bool:
 
 memory_pool_host.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_guarded
 memory_pool_host.HostKVCache.pin_memory = _NeverPinned()
-memory_pool_host.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=1 << 40))
 
 
 def start_ranks(rank: int, ranks: int, rendezvous: Path) -> None:
@@ -127,12 +113,12 @@ def mha_pool(tokens: int) -> KVCache:
 
 def mla_pool(tokens: int) -> KVCache:
     """Build the device pool of a model with latent attention."""
-    return MLATokenToKVPool(tokens, PAGE_TOKENS, torch.bfloat16, 32, 16, 2, "cpu", False)
+    return MLATokenToKVPool(tokens, PAGE_TOKENS, torch.bfloat16, 16, 8, 3, "cpu", False)
 
 
 def nsa_pool(tokens: int) -> KVCache:
-    """Build the device pool of a model with latent attention and a sparse-attention index."""
-    return NSATokenToKVPool(tokens, PAGE_TOKENS, 32, torch.bfloat16, 16, 2, "cpu", 128, False, 48)
+    """Build the device pool of a model with latent attention and an index; `DsaModel` is the same."""
+    return NSATokenToKVPool(tokens, PAGE_TOKENS, 16, torch.bfloat16, 8, 3, "cpu", 128, False, 24)
 
 
 MODELS: dict[str, Callable[[int], KVCache]] = {"mha": mha_pool, "mla": mla_pool, "nsa": nsa_pool}
@@ -152,15 +138,10 @@ class Restored:
 
 
 class HiradixStack:
-    """One process's cache tiers, with random bytes in every device page.
-
-    Attributes:
-        patience_s: How long a method waits for the tiers before it raises TimeoutError.
-    """
+    """One process's cache tiers, with random bytes in every device page."""
 
     def __init__(self, tree: HiRadixCache, seed: int) -> None:
         self.tree = tree
-        self.patience_s = _PATIENCE_S
         self._requests = itertools.count()
         generator = torch.Generator().manual_seed(seed)
         for tensor in itertools.chain.from_iterable(self._device_tensors().values()):
@@ -198,7 +179,10 @@ class HiradixStack:
         """Bring what the host and storage have of a prompt to the device."""
         storage_tokens = self.prefetch(tokens)
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens))))
-        self.tree.init_load_back(match.last_host_node, match.host_hit_length)
+        hit = (match.last_host_node, match.host_hit_length)
+        # 0.5.10 puts these into one argument.
+        in_one = getattr(base_prefix_cache, "InitLoadBackParams", None)
+        self.tree.init_load_back(*(hit if in_one is None else [in_one(*hit)]))
         self.tree.ready_to_load_host_cache()
         self._step_until(lambda: not self.tree.ongoing_load_back)
         indices = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(list(tokens)))).device_indices
@@ -209,14 +193,28 @@ class HiradixStack:
         self.tree.check_hicache_events()
         return int(self.tree.token_to_kv_pool_host.available_size())
 
+    def dead_threads(self) -> list[str]:
+        """Return the storage threads that have been started and run no more."""
+        controller = self.tree.cache_controller
+        threads = {name: getattr(controller, name, None) for name in STORAGE_THREADS}
+        started = {name: thread for name, thread in threads.items() if thread and thread.ident}
+        return [name for name, thread in started.items() if not thread.is_alive()]
+
     def _step_until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self.patience_s
+        """Do what the scheduler does between two batches until something is done.
+
+        Raises:
+            TimeoutError: It never was, or a storage thread has died.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
         while True:
             self.tree.check_hicache_events()
             if done():
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the cache tiers did not settle within {self.patience_s} s")
+                raise TimeoutError(f"the cache tiers did not settle within {_PATIENCE_S} s")
+            if dead := self.dead_threads():
+                raise TimeoutError(f"dead: {', '.join(dead)}")
             time.sleep(_POLL_S)
 
     def _pages(self, indices: torch.Tensor) -> list[dict[str, bytes]]:
@@ -284,7 +282,7 @@ def hiradix_stack(
         # SGLang does not ask storage about prompts shorter than this, or than a page.
         hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": 1, **(extra_config or {})}),
         hicache_storage_prefetch_policy="wait_complete",
-        disable_hicache_numa_detect=True,
+        **_NO_NUMA,
         **server_args,
     )
     parameters = CacheInitParams(

@@ -60,7 +60,7 @@ def resolved_layout(backend: str, io_backend: str) -> str:
     if resolve is None:
         if not hasattr(ServerArgs, "_resolve_storage_layout_compatibility"):
             pytest.skip(
-                "this SGLang resolves all of HiCache in one step: tests/releases/test_sglang_0_5_9.py"
+                "this SGLang resolves all of HiCache in one step: tests/releases/test_hiradix_cache.py"
             )
         arguments = SimpleNamespace(**wanted)
         ServerArgs._resolve_storage_layout_compatibility(arguments)

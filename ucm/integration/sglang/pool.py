@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # A prefix that is not stored at all is found out with few lookups.
 _FIRST_LOOKUP_PAGES = 8
+_LOOKUP_GROWTH = 8
 _DELETE_BLOCKS = 1024
 
 
@@ -129,11 +130,15 @@ class RegisteredPool:
 
     def leading_pages(self, page_hashes: Sequence[str]) -> Lookups[int]:
         """See `Pool`."""
-        first = leading_pages((yield self.store, self._keys(page_hashes[:_FIRST_LOOKUP_PAGES])))
-        rest = page_hashes[_FIRST_LOOKUP_PAGES:]
-        if first < _FIRST_LOOKUP_PAGES or not rest:
-            return first
-        return first + leading_pages((yield self.store, self._keys(rest)))
+        asked, step = 0, _FIRST_LOOKUP_PAGES
+        while asked < len(page_hashes):
+            hashes = page_hashes[asked : asked + step]
+            stored = leading_pages((yield self.store, self._keys(hashes)))
+            asked += stored
+            if stored < len(hashes):
+                break
+            step *= _LOOKUP_GROWTH
+        return asked
 
     def load(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:
         """See `Pool`."""

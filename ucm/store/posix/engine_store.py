@@ -12,6 +12,7 @@ from ucm.store.counters import StoreCounters
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.interface import Block, BlockKey, BlockStatus, KVStore, StoreSpec, StoreStats, check_blocks
 from ucm.store.posix.engine import SharedEngine
+from ucm.store.posix.known import KnownKeys
 from ucm.store.posix.operations import Delete, Dump, Load, Lookup
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class EngineStore(KVStore):
         config: Deadlines and threads.
         label: What messages call it.
         files: Does the work on one block.
+        known: What need not be looked up again.
         uses: Where written and used blocks are noted; None if nobody wants to know.
     """
 
@@ -43,6 +45,7 @@ class EngineStore(KVStore):
         self.config = config
         self.label = spec.namespace or "(root)"
         self.counters = StoreCounters(spec.block_bytes)
+        self.known = KnownKeys()
         self._close_lock = threading.Lock()
         self._closed = False
         self.engine = SharedEngine.acquire(config.io_threads)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ucm.store.interface import BlockStatus
@@ -88,12 +89,18 @@ class _OnKeys(_Operation[list[bool]]):
 class Lookup(_OnKeys):
     """Which blocks are stored."""
 
-    __slots__ = ()
+    __slots__ = ("asked", "since", "whole")
 
     name = "lookup"
     urgency = Urgency.READ
 
     def __init__(self, store: EngineStore, keys: Sequence[BlockKey]) -> None:
+        self.since = time.monotonic()
+        self.whole = keys
+        # The others are known to be there; `keys` are those at these places.
+        self.asked = store.known.to_ask(keys)
+        if len(self.asked) < len(keys):
+            keys = [keys[index] for index in self.asked]
         super().__init__(store, keys, store.config.lookup_timeout_s, can_attempt=store.files.can_read_now)
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
@@ -105,7 +112,19 @@ class Lookup(_OnKeys):
         return self.store.files.look_now(self.keys[index])
 
     def finish(self, verdicts: list[Verdict | None]) -> list[bool]:
+        known = self.store.known
         found = super().finish(verdicts)
+        gone = [key for key, there in zip(self.keys, found, strict=True) if not there and key in known]
+        if gone:
+            known.clear()
+            if len(self.keys) < len(self.whole):
+                return Lookup(self.store, self.whole).run(self.since)
+        if len(self.keys) < len(self.whole):
+            answers = [True] * len(self.whole)
+            for index, there in zip(self.asked, found, strict=True):
+                answers[index] = there
+            found = answers
+        known.add(key for key, there in zip(self.whole, found, strict=True) if there)
         self.store.counters.looked_up(found)
         return found
 
@@ -124,6 +143,10 @@ class Delete(_OnKeys):
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
         del scratch, lease
         return self.store.files.delete(self.keys[index])
+
+    def finish(self, verdicts: list[Verdict | None]) -> list[bool]:
+        self.store.known.discard(self.keys)
+        return super().finish(verdicts)
 
 
 class _OnBlocks(_Operation[list[BlockStatus]]):
@@ -169,10 +192,17 @@ class Load(_OnBlocks):
         else:
             judged = self.judge(verdicts)
             statuses, unverified = [verdict.status for verdict in judged], judged.count(UNVERIFIED)
+            self._forget_what_is_gone(statuses)
         self.store.counters.loaded(statuses, unverified)
         if self.store.uses:
             self.store.uses.used(self.keys_with(BlockStatus.DONE, statuses))
         return statuses
+
+    def _forget_what_is_gone(self, statuses: Sequence[BlockStatus]) -> None:
+        known = self.store.known
+        if any(key in known for key in self.keys_with(BlockStatus.MISSING, statuses)):
+            known.clear()
+        known.discard(self.keys_with(BlockStatus.CORRUPT, statuses))
 
 
 class Dump(_OnBlocks):
@@ -198,6 +228,7 @@ class Dump(_OnBlocks):
         judged = self.judge(verdicts)
         statuses = [verdict.status for verdict in judged]
         self.store.counters.dumped(judged.count(DONE), statuses.count(BlockStatus.FAILED))
+        self.store.known.add(self.keys_with(BlockStatus.DONE, statuses))
         if self.store.uses:
             self.store.uses.written(self.keys_with(DONE, judged))
             self.store.uses.used(self.keys_with(STORED_ALREADY, judged))

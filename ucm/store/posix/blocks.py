@@ -136,7 +136,7 @@ class BlockFiles(StoredBlocks):
 
     def load(self, block: Block, scratch: Scratch, lease: HostLease) -> Verdict:
         """Read a block into its segments."""
-        path, flags = self._layout.path(block.key), self._file_system(block.key).in_place_flags
+        path, found = self._layout.path(block.key), self._file_system(block.key)
         try:
             verified = read_block(
                 path,
@@ -144,7 +144,7 @@ class BlockFiles(StoredBlocks):
                 block,
                 lease,
                 scratch,
-                flags,
+                found,
                 accept_unverified=self._accept_unverified,
             )
         except (FileNotFoundError, NotADirectoryError):

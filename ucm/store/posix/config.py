@@ -18,6 +18,7 @@ from ucm.store.options import (
     reject_unknown,
 )
 from ucm.store.posix.durability import Durability
+from ucm.store.posix.reading import IoMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +43,7 @@ class PosixStoreConfig:
             writes it, is a block. It has neither checksum nor identity: name and size
             are all there is to know it by.
         durability: What of a block survives a power loss: `none`, `data` or `full`.
+        io_mode: How blocks are read: `auto`, `buffered` or `direct`.
         capacity_bytes: What the blocks below each root may take together before those
             not used for longest are evicted; None: nothing is ever evicted.
     """
@@ -53,6 +55,7 @@ class PosixStoreConfig:
     lookup_timeout_s: float = 2.0
     accept_unverified: bool = True
     durability: Durability = Durability.NONE
+    io_mode: IoMode = IoMode.AUTO
     capacity_bytes: Capacity | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +67,7 @@ class PosixStoreConfig:
             "lookup_timeout_s": as_seconds("lookup_timeout_s", self.lookup_timeout_s),
             "accept_unverified": as_bool("accept_unverified", self.accept_unverified),
             "durability": as_choice("durability", self.durability, Durability),
+            "io_mode": as_choice("io_mode", self.io_mode, IoMode),
             "capacity_bytes": as_capacity("capacity_bytes", self.capacity_bytes),
         }
         for name, value in parsed.items():

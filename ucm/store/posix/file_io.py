@@ -23,6 +23,16 @@ from ucm.store.posix.block_file import (
     is_footer_of,
     payload_checksum,
 )
+from ucm.store.posix.reading import (
+    DIRECT_BYTES,
+    DirectReads,
+    IoMode,
+    read_buffered,
+    read_direct,
+    read_in_place,
+    set_direct,
+    unfilled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
     from ucm.store.posix.durability import Durability
     from ucm.store.posix.lease import HostLease
 
-_BOUNCE_BYTES = 1024 * 1024
+_BOUNCE_BYTES = 2 * 1024 * 1024
 _FILE_MODE = 0o644
 _ANY_READ_BIT = 0o444
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
@@ -48,13 +58,19 @@ class FileSystem(NamedTuple):
         in_memory: Nothing there waits for storage.
         in_place_flags: `preadv` flags with which reading never waits for storage, so
             that the kernel may copy straight into the segments; None if there are none.
+        tells_cached: It can tell whether a file is in the page cache.
         prompt: What is in the page cache can be had from here at once.
+        direct: How files are read around the page cache; None if they never are.
+        reads_cached: What is in the page cache is read from there.
         preallocates: Asking for the space of a large file first makes writing it cheaper.
     """
 
     in_memory: bool = False
     in_place_flags: int | None = None
+    tells_cached: bool = False
     prompt: prompt.PromptDirectory | None = None
+    direct: DirectReads | None = None
+    reads_cached: bool = True
     preallocates: bool = False
 
 
@@ -99,7 +115,7 @@ def read_block(
     block: Block,
     lease: HostLease,
     scratch: Scratch,
-    in_place_flags: int | None,
+    found: FileSystem,
     *,
     accept_unverified: bool,
 ) -> bool:
@@ -111,7 +127,7 @@ def read_block(
         block: Its key and segments.
         lease: Guards the segments.
         scratch: The calling worker's.
-        in_place_flags: Of its `FileSystem`.
+        found: What can be relied on there.
         accept_unverified: A file that is exactly a payload will do.
 
     Returns:
@@ -127,15 +143,9 @@ def read_block(
     try:
         buffers = [*block.segments, scratch.tail]
         wanted = file_bytes(spec)
-        done = 0
-        # Inside the lease nothing may wait: not for data, nor for the journal to take an access time.
-        if in_place_flags == 0 or (
-            in_place_flags is not None and keeps_atime and prompt.is_cached(descriptor, wanted)
-        ):
-            with lease:
-                done = _read_in_place(descriptor, buffers, in_place_flags)
+        done = _read_cached(descriptor, buffers, wanted, lease, scratch, found, keeps_atime=keeps_atime)
         if done < wanted:
-            done = _read_staged(descriptor, buffers, done, lease, scratch.bounce)
+            done = _read_stored(descriptor, buffers, done, wanted, lease, scratch, found)
         if done == spec.block_bytes and accept_unverified:
             return False
         if done != wanted:
@@ -151,6 +161,48 @@ def read_block(
         raise
     finally:
         os.close(descriptor)
+
+
+def _read_cached(
+    descriptor: int,
+    buffers: Sequence[memoryview],
+    wanted: int,
+    lease: HostLease,
+    scratch: Scratch,
+    found: FileSystem,
+    *,
+    keeps_atime: bool,
+) -> int:
+    """Read what is in memory; return how many bytes, which may be none."""
+    flags = found.in_place_flags
+    if flags is None or not found.reads_cached:
+        return 0
+    # Inside the lease nothing may wait: not for data, nor for the journal to take an access time.
+    if found.in_memory or (keeps_atime and found.tells_cached and prompt.is_cached(descriptor, wanted)):
+        with lease:
+            return read_in_place(descriptor, buffers, flags)
+    if found.tells_cached or found.direct is None:
+        return 0
+    return read_buffered(descriptor, buffers, 0, lease, scratch.bounce, flags=flags)
+
+
+def _read_stored(
+    descriptor: int,
+    buffers: Sequence[memoryview],
+    done: int,
+    wanted: int,
+    lease: HostLease,
+    scratch: Scratch,
+    found: FileSystem,
+) -> int:
+    """Go on at offset `done` with what has to be waited for."""
+    if found.direct is not None and found.direct.work and wanted >= DIRECT_BYTES:
+        try:
+            return read_direct(descriptor, buffers, done, lease, scratch.bounce)
+        except OSError as exc:
+            found.direct.refuse_if_that_is_why(exc)
+            set_direct(descriptor, False)
+    return read_buffered(descriptor, buffers, done, lease, scratch.bounce)
 
 
 def _open_for_reading(path: str) -> tuple[int, bool]:
@@ -173,48 +225,6 @@ def read_block_promptly(
     if not directory.read(name, [*block.segments, scratch.tail], file_bytes(spec)):
         return False
     return is_footer_of(scratch.tail[:FOOTER_BYTES], spec, block.key, payload_checksum(block.segments))
-
-
-def _read_in_place(descriptor: int, buffers: Sequence[memoryview], flags: int) -> int:
-    """Read what can be had at once, which may be nothing; return how many bytes."""
-    try:
-        return os.preadv(descriptor, buffers, 0, flags)
-    except BlockingIOError:
-        return 0
-    except OSError as exc:
-        if exc.errno != errno.EOPNOTSUPP:
-            raise
-        return 0  # Another file system is mounted below the root.
-
-
-def _read_staged(
-    descriptor: int, buffers: Sequence[memoryview], done: int, lease: HostLease, bounce: memoryview
-) -> int:
-    """Continue at offset `done` through `bounce`; return the offset reached at the end of file or buffers."""
-    for view in _unfilled(buffers, done):
-        filled = 0
-        while filled < view.nbytes:
-            piece = bounce[: view.nbytes - filled]
-            count = os.preadv(descriptor, [piece], done)
-            if count == 0:
-                return done
-            with lease:
-                view[filled : filled + count] = piece[:count]
-            filled += count
-            done += count
-    return done
-
-
-def _unfilled(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of `buffers` after their first `done` bytes."""
-    left = []
-    for buffer in buffers:
-        skipped = min(done, buffer.nbytes)
-        done -= skipped
-        if skipped < buffer.nbytes:
-            # The cast lets views of ctypes arrays ("<B") take slices of other memory.
-            left.append(buffer.cast("B")[skipped:])
-    return left
 
 
 def _remove_if_same(path: str, descriptor: int) -> None:
@@ -278,7 +288,7 @@ def _write_all(descriptor: int, buffers: Sequence[memoryview], lease: HostLease)
     while done < total:
         # A short write has no reason to give; the next one brings the error, a full disk mostly.
         lease.check()
-        done += os.pwritev(descriptor, _unfilled(buffers, done), done)
+        done += os.pwritev(descriptor, unfilled(buffers, done), done)
 
 
 def is_block_of(path: str, spec: StoreSpec, key: BlockKey) -> bool:
@@ -297,12 +307,13 @@ def is_block_of(path: str, spec: StoreSpec, key: BlockKey) -> bool:
         os.close(descriptor)
 
 
-def prepare_directory(directory: str, probe_name: str) -> FileSystem:
+def prepare_directory(directory: str, probe_name: str, io_mode: IoMode) -> FileSystem:
     """Create `directory`, prove that files can be written in it, and say what can be relied on there.
 
     Args:
         directory: To be created with its parents.
         probe_name: A file to write and remove again, below `directory`.
+        io_mode: How its files are to be read.
 
     Raises:
         OSError: It cannot be created or written.
@@ -315,10 +326,20 @@ def prepare_directory(directory: str, probe_name: str) -> FileSystem:
         kind = _file_system_of(descriptor)
         if kind in _MEMORY_FILE_SYSTEMS:
             return FileSystem(in_memory=True, in_place_flags=0)
+        direct = None
+        if io_mode is not IoMode.BUFFERED:
+            direct = DirectReads(directory)
+            direct.probe(descriptor)
+        if io_mode is IoMode.DIRECT and direct is not None and direct.work:
+            return FileSystem(
+                direct=direct, reads_cached=False, preallocates=kind in _PREALLOCATING_FILE_SYSTEMS
+            )
         at_once = prompt.PromptDirectory(directory) if kind in prompt.FILE_SYSTEMS else None
         return FileSystem(
             in_place_flags=os.RWF_NOWAIT if _reads_without_waiting(descriptor) else None,
+            tells_cached=prompt.is_cached(descriptor, size),
             prompt=at_once if at_once and at_once.works_with(probe_name, size) else None,
+            direct=direct,
             preallocates=kind in _PREALLOCATING_FILE_SYSTEMS,
         )
     finally:

@@ -123,7 +123,8 @@ class PosixStore(EngineStore):
 
         def prepare(index: int, _scratch: Scratch, _lease: HostLease) -> FileSystem:
             try:
-                found = prepare_directory(directories[index], f"{TEMP_DIRECTORY}/probe.{new_writer_name()}")
+                probe = f"{TEMP_DIRECTORY}/probe.{new_writer_name()}"
+                found = prepare_directory(directories[index], probe, self.config.io_mode)
                 orphans = remove_orphans(f"{directories[index]}/{TEMP_DIRECTORY}")
             except OSError as exc:
                 raise StoreUnavailableError(

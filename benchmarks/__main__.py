@@ -52,7 +52,7 @@ def main() -> int:
         "--native",
         type=Path,
         metavar="DIR",
-        help="of `store`: where the native wheel is installed already (pip install --target DIR --no-deps)",
+        help="of `store` and `cold`: where the native wheel is (pip install --target DIR --no-deps)",
     )
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="where results are written"
@@ -111,12 +111,29 @@ def _store(directories: list[Path], arguments: argparse.Namespace) -> Report:
     from benchmarks import store
 
     sizes = store.PAGE_BYTES[::3] if arguments.quick else store.PAGE_BYTES
-    with tempfile.TemporaryDirectory() as temporary:
-        native = arguments.native or Path(temporary)
-        if arguments.native is None:
-            store.install_native(native)
-        budget_s = 0.0 if arguments.quick else 3.0
+    budget_s = 0.0 if arguments.quick else 3.0
+    with _native(arguments) as native:
         return store.measure(directories, native=native, page_sizes=sizes, budget_s=budget_s)
+
+
+def _cold(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import cold
+
+    sizes = cold.PAGE_BYTES[1:4:2] if arguments.quick else cold.PAGE_BYTES
+    budget_s = 0.0 if arguments.quick else 4.0
+    with _native(arguments) as native:
+        return cold.measure(directories, native=native, page_sizes=sizes, budget_s=budget_s)
+
+
+@contextmanager
+def _native(arguments: argparse.Namespace) -> Iterator[Path]:
+    """Give the directory that the native wheel is installed in."""
+    from benchmarks import store
+
+    with tempfile.TemporaryDirectory() as temporary:
+        if arguments.native is None:
+            store.install_native(Path(temporary))
+        yield arguments.native or Path(temporary)
 
 
 def _idle(directories: list[Path], arguments: argparse.Namespace) -> Report:
@@ -135,6 +152,7 @@ BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "capacity": _capacity,
     "idle": _idle,
     "store": _store,
+    "cold": _cold,
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,25 @@ from benchmarks.pairs import LocalContestant, expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-SET, GET, HIT, MISS = "set", "get", "exists hit", "exists miss"
+SET, GET, COLD, HIT, MISS = "set", "get", "cold get", "exists hit", "exists miss"
 PHASES = (SET, HIT, GET, MISS)
 
 
 class BlockWork(LocalContestant):
-    """Works on one batch of blocks, under new keys in every round."""
+    """Works on one batch of blocks, under new keys in every round.
 
-    def __init__(self, name: str, page_bytes: int, count: int) -> None:
+    Args:
+        name: Of the store.
+        directory: Where it keeps its files.
+        page_bytes: Size of a block.
+        count: Blocks of a batch.
+    """
+
+    def __init__(self, name: str, directory: Path, page_bytes: int, count: int) -> None:
         self.name = name
+        self._directory = directory
         self.pages = PrivatePages(page_bytes, count)
         self.pages.fill()
 
@@ -42,20 +52,22 @@ class BlockWork(LocalContestant):
         """Delete the blocks; not timed."""
 
     def prepare(self, phase: str, round_number: int) -> None:
-        """Spoil the memory that a get has to restore."""
+        """Spoil the memory that a get has to restore; for a cold one also drop the page cache."""
         del round_number
-        if phase == GET:
+        if phase in (GET, COLD):
             self.pages.spoil(len(self.pages))
+        if phase == COLD:
+            drop_from_page_cache(self._directory)
 
     def run(self, phase: str, round_number: int) -> object:
         """Make one call."""
-        call = {SET: self.set, GET: self.get, HIT: self.exists, MISS: self.exists}[phase]
+        call = {SET: self.set, GET: self.get, COLD: self.get, HIT: self.exists, MISS: self.exists}[phase]
         return call(self._keys(round_number, is_stored=phase != MISS))
 
     def check(self, phase: str, round_number: int, result: object) -> None:
         """Check the verdicts, and after a get the bytes."""
         expect(result, [phase != MISS] * len(self.pages), f"{self.name}, {phase}, round {round_number}")
-        if phase == GET:
+        if phase in (GET, COLD):
             self.pages.check(len(self.pages))
 
     def finish(self, round_number: int) -> None:
@@ -67,3 +79,13 @@ class BlockWork(LocalContestant):
             hashlib.blake2b(f"{round_number} {page} {is_stored}".encode(), digest_size=16).digest()
             for page in range(len(self.pages))
         ]
+
+
+def drop_from_page_cache(directory: Path) -> None:
+    """Have the files below a directory read from the disk next time."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # Only what is on the disk can be dropped.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)

@@ -36,16 +36,19 @@ class NativeProcess(Contestant):
         directory: Where it stores.
         page_bytes: Size of a block.
         count: Blocks of a batch.
+        io_direct: Whether it reads and writes around the page cache.
     """
 
     name = "native"
 
-    def __init__(self, wheel: Path, directory: Path, page_bytes: int, count: int) -> None:
+    def __init__(
+        self, wheel: Path, directory: Path, page_bytes: int, count: int, *, io_direct: bool = False
+    ) -> None:
         near, far = socket.socketpair()
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "benchmarks.native_store"),
-                *(str(directory), str(page_bytes), str(count), str(far.fileno())),
+                *(str(directory), str(page_bytes), str(count), str(int(io_direct)), str(far.fileno())),
             ],
             stdout=subprocess.DEVNULL,
             pass_fds=[far.fileno()],
@@ -89,8 +92,8 @@ class NativeProcess(Contestant):
 class NativeWork(BlockWork):
     """The other process's side: the native PosixStore behind its connector."""
 
-    def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
-        super().__init__("native", page_bytes, count)
+    def __init__(self, directory: Path, page_bytes: int, count: int, *, io_direct: bool) -> None:
+        super().__init__("native", directory, page_bytes, count)
         # Not a plain import: for type checkers `ucm` is our package.
         factory = importlib.import_module("ucm.store.factory_v1").UcmConnectorFactoryV1
         self._store: Any = factory.create_connector(
@@ -102,10 +105,9 @@ class NativeWork(BlockWork):
                 "tensor_size": page_bytes,
                 "shard_size": page_bytes,
                 "block_size": page_bytes,
-                "io_direct": False,
+                "io_direct": io_direct,
             },
         )
-        self._directory = directory
         self._shards = [0] * count
         self._addresses = np.array([[self.pages.address(page)] for page in range(count)], dtype=np.uint64)
 
@@ -131,8 +133,8 @@ class NativeWork(BlockWork):
 
 def main() -> None:
     """Serve the parent until it goes away."""
-    directory, page_bytes, count, descriptor = sys.argv[1:]
-    work = NativeWork(Path(directory), int(page_bytes), int(count))
+    directory, page_bytes, count, io_direct, descriptor = sys.argv[1:]
+    work = NativeWork(Path(directory), int(page_bytes), int(count), io_direct=io_direct == "1")
     with socket.socket(fileno=int(descriptor)).makefile("rw") as stream:
         answer: object = READY
         while True:

@@ -86,7 +86,7 @@ class EmbeddedWork(BlockWork):
     """Our store; keywords are options of it."""
 
     def __init__(self, directory: Path, page_bytes: int, count: int, **options: object) -> None:
-        super().__init__("ours", page_bytes, count)
+        super().__init__("ours", directory, page_bytes, count)
         spec = StoreSpec(namespace="benchmark", segment_bytes=(page_bytes,), identity=bytes(16))
         self._store = open_store(
             spec, StoreConfig.from_mapping({"storage_backends": str(directory), **options})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import numpy as np
 import xxhash
@@ -58,7 +59,8 @@ class PrivatePages(Pages):
     """Pages in memory of their own, one range each."""
 
     def __init__(self, page_bytes: int, count: int) -> None:
-        self._memory = np.zeros(page_bytes * count, dtype=np.uint8)
+        # Page-aligned, for stores that read around the page cache straight into it.
+        self._memory = np.frombuffer(mmap.mmap(-1, page_bytes * count), dtype=np.uint8)
         start = self._memory.ctypes.data
         super().__init__([[(start + page * page_bytes, page_bytes)] for page in range(count)])
 

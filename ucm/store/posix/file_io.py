@@ -198,10 +198,11 @@ def _read_stored(
     """Go on at offset `done` with what has to be waited for."""
     if found.direct is not None and found.direct.work and wanted >= DIRECT_BYTES:
         try:
-            return read_direct(descriptor, buffers, done, lease, scratch.bounce)
+            done = read_direct(descriptor, buffers, done, lease, scratch.bounce)
         except OSError as exc:
             found.direct.refuse_if_that_is_why(exc)
-            set_direct(descriptor, False)
+        set_direct(descriptor, False)
+    # After a direct read this only finds the end of the file, unless that was not all.
     return read_buffered(descriptor, buffers, done, lease, scratch.bounce)
 
 

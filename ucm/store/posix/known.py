@@ -20,8 +20,8 @@ class KnownKeys:
     """The blocks that this process has written or found, the most recent ones.
 
     Another process may have removed some of them. So a few of each lookup are asked for,
-    the last one among them: what is evicted is evicted from the end of a prefix, or with
-    all of it. One that is gone, then or when it is to be loaded, ends the trust in all.
+    the first and the last among them: eviction takes whole prefixes, or ends of them. One
+    that is gone, then or when it is to be loaded, ends the trust in all.
     A lookup of no more than `SPOT_CHECKS` known keys asks for every one.
     """
 
@@ -55,6 +55,7 @@ class KnownKeys:
         known = [index for index, key in enumerate(keys) if key in young or key in old]
         if len(known) <= SPOT_CHECKS:
             return list(range(len(keys)))
-        trusted = set(known)
-        trusted.difference_update(known[:: -(len(known) // SPOT_CHECKS)])
+        last = len(known) - 1
+        checked = {known[spot * last // (SPOT_CHECKS - 1)] for spot in range(SPOT_CHECKS)}
+        trusted = set(known) - checked
         return [index for index in range(len(keys)) if index not in trusted]

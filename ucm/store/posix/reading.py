@@ -118,7 +118,7 @@ def read_buffered(
 def read_direct(
     descriptor: int, buffers: Sequence[memoryview], done: int, lease: HostLease, bounce: memoryview
 ) -> int:
-    """Do the same around the page cache, from the aligned offset before `done`.
+    """Do the same around the page cache, from the aligned offset before `done`, up to the first short read.
 
     Raises:
         OSError: EINVAL if the file system cannot do it.
@@ -133,7 +133,7 @@ def read_direct(
         with lease:
             scatter(piece[: min(count, wanted)], buffers, done)
         done += min(count, wanted)
-        if count < piece.nbytes:  # The end of the file; only there may a direct read end unaligned.
+        if count < piece.nbytes:  # The end of the file, most likely; a direct read cannot go on from here.
             break
     return done
 

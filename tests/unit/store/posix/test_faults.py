@@ -460,7 +460,7 @@ def test_blocks_dropped_from_the_page_cache_load_byte_for_byte(tmp_path: Path) -
 
 
 def no_page_cache(preadv: Callable[..., int], *args: object) -> int:
-    if len(args) > 3:
+    if any(args[3:]):
         raise BlockingIOError
     return preadv(*args)
 
@@ -468,13 +468,13 @@ def no_page_cache(preadv: Callable[..., int], *args: object) -> int:
 def half_in_the_page_cache(
     preadv: Callable[..., int], descriptor: int, buffers: Sequence[memoryview], *args: object
 ) -> int:
-    if len(args) > 1:
+    if any(args[1:]):
         return preadv(descriptor, [buffers[0][: len(buffers[0]) // 2]], *args)
     return preadv(descriptor, buffers, *args)
 
 
 def not_supported(preadv: Callable[..., int], *args: object) -> int:
-    if len(args) > 3:
+    if any(args[3:]):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     return preadv(*args)
 
@@ -482,7 +482,7 @@ def not_supported(preadv: Callable[..., int], *args: object) -> int:
 def in_small_pieces(
     preadv: Callable[..., int], descriptor: int, buffers: Sequence[memoryview], offset: int, *flags: int
 ) -> int:
-    if flags:
+    if any(flags):
         raise BlockingIOError
     return preadv(descriptor, [buffers[0][:1001]], offset)
 

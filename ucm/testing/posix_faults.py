@@ -40,7 +40,7 @@ def hanging_call(name: str, file: str) -> Iterator[threading.Event]:
     hanging, go_on = threading.Event(), threading.Event()
 
     def wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- any system call.
-        if name == "preadv" and len(args) > 3:
+        if name == "preadv" and any(args[3:]):
             raise BlockingIOError
         hanging.set()
         if not threading.current_thread().name.startswith(THREAD_NAME_PREFIX):

@@ -9,6 +9,7 @@ from ucm.store import StoreConfigError
 from ucm.store.options import Capacity
 from ucm.store.posix.config import OPTION_NAMES, PosixStoreConfig
 from ucm.store.posix.durability import Durability
+from ucm.store.posix.reading import IoMode
 
 
 def test_where_to_store_is_all_that_is_required() -> None:
@@ -32,6 +33,7 @@ def test_every_option_can_be_given_as_text() -> None:
         "lookup_timeout_s": "0.5",
         "accept_unverified": "false",
         "durability": "Full",
+        "io_mode": "direct",
         "capacity_bytes": "1GB",
     }
     assert raw.keys() == OPTION_NAMES
@@ -43,6 +45,7 @@ def test_every_option_can_be_given_as_text() -> None:
         0.5,
         accept_unverified=False,
         durability=Durability.FULL,
+        io_mode=IoMode.DIRECT,
         capacity_bytes=Capacity(10**9),
     )
 

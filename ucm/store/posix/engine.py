@@ -33,7 +33,7 @@ _CLOSE_TIMEOUT_S = 2.0
 # So much data is worth one more thread from the start.
 _BYTES_PER_THREAD = 2 * 1024 * 1024
 # What waits for nothing is work for processors; more threads than those only fight for the GIL.
-_PROCESSORS = os.cpu_count() or 1
+_PROCESSORS = len(os.sched_getaffinity(0))
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
@@ -42,6 +42,8 @@ _TURN_S = 0.001
 # While somebody reads, a writer rests after each item twice as long as that took, within these bounds:
 # it competes for processors, and for the GIL.
 _LEAST_REST_S, _MOST_REST_S = 0.0005, 0.005
+
+_UNCOUNTED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -299,7 +301,7 @@ class IoEngine:
         helpers = 0 if attempt is None else min(threads, _PROCESSORS) - 1
         results: list[T | None] = []
         if attempt is not None and not helpers:
-            with self._counted(urgency):
+            with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
                 results += _attempt(attempt, count, deadline)
             if len(results) == count:
                 return results
@@ -307,7 +309,7 @@ class IoEngine:
         try:
             if attempt is not None and helpers:
                 self._submit(batch, helpers)
-                with self._counted(urgency):
+                with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
                     done = batch.help(attempt, _caller.scratch, deadline)
                 if done:
                     threads = helpers
@@ -416,15 +418,15 @@ class IoEngine:
             self._wakes.get()
 
     @contextlib.contextmanager
-    def _counted(self, urgency: Urgency) -> Iterator[None]:
-        """Let a caller that works itself count as one of those at work."""
+    def _counted(self) -> Iterator[None]:
+        """Let a caller that writes itself count as a writer."""
         with self._lock:
-            self._at_work[urgency] += 1
+            self._at_work[Urgency.WRITE] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._at_work[urgency] -= 1
+                self._at_work[Urgency.WRITE] -= 1
 
     def _leave(self, lane: _Lane) -> None:
         with self._lock:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     from ucm.validation.client import Reply
 
+# The first test of a family waits for a server with one rank and one with two.
+pytestmark = pytest.mark.timeout(1200)
+
 RANKS = 2
 LOGPROB_TOLERANCE = 1e-5
 # More than fit into L1 together, so that some are computed only when others have been stored.

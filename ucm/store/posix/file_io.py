@@ -61,7 +61,6 @@ class FileSystem(NamedTuple):
         tells_cached: It can tell whether a file is in the page cache.
         prompt: What is in the page cache can be had from here at once.
         direct: How files are read around the page cache; None if they never are.
-        reads_cached: What is in the page cache is read from there.
         preallocates: Asking for the space of a large file first makes writing it cheaper.
     """
 
@@ -70,7 +69,6 @@ class FileSystem(NamedTuple):
     tells_cached: bool = False
     prompt: prompt.PromptDirectory | None = None
     direct: DirectReads | None = None
-    reads_cached: bool = True
     preallocates: bool = False
 
 
@@ -175,7 +173,7 @@ def _read_cached(
 ) -> int:
     """Read what is in memory; return how many bytes, which may be none."""
     flags = found.in_place_flags
-    if flags is None or not found.reads_cached:
+    if flags is None:
         return 0
     # Inside the lease nothing may wait: not for data, nor for the journal to take an access time.
     if found.in_memory or (keeps_atime and found.tells_cached and prompt.is_cached(descriptor, wanted)):
@@ -332,9 +330,7 @@ def prepare_directory(directory: str, probe_name: str, io_mode: IoMode) -> FileS
             direct = DirectReads(directory)
             direct.probe(descriptor)
         if io_mode is IoMode.DIRECT and direct is not None and direct.work:
-            return FileSystem(
-                direct=direct, reads_cached=False, preallocates=kind in _PREALLOCATING_FILE_SYSTEMS
-            )
+            return FileSystem(direct=direct, preallocates=kind in _PREALLOCATING_FILE_SYSTEMS)
         at_once = prompt.PromptDirectory(directory) if kind in prompt.FILE_SYSTEMS else None
         return FileSystem(
             in_place_flags=os.RWF_NOWAIT if _reads_without_waiting(descriptor) else None,

@@ -194,7 +194,10 @@ def test_a_file_system_that_refuses_is_read_through_the_page_cache_with_one_warn
 
 
 def test_another_error_of_a_direct_read_costs_the_block_only(
-    open_store: Callable[..., PosixStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Callable[..., PosixStore],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = open_store(ODD)
     require_direct(store)
@@ -210,6 +213,8 @@ def test_another_error_of_a_direct_read_costs_the_block_only(
 
     monkeypatch.setattr(os, "preadv", fail)
     assert [status.name for status in load(store, [1, 2])[0]] == ["FAILED", "DONE"]
+    require_direct(store)
+    assert "page cache" not in caplog.text
     store.close()
 
 

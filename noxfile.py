@@ -93,6 +93,18 @@ def patches(session: nox.Session) -> None:
     _run(session, "scripts/check_patches.py", "--contract", *session.posargs)
 
 
+@nox.session(name="release-matrix", venv_backend="none", default=False)
+def release_matrix(session: nox.Session) -> None:
+    """Run the contract tests on all releases, and write what they show into docs/releases.md."""
+    _run(session, "scripts/check_patches.py", "--matrix", "docs/releases.md")
+
+
+@nox.session(name="new-release", venv_backend="none", default=False)
+def new_release(session: nox.Session) -> None:
+    """Start the patch set of a new SGLang release, and report what has changed: `-- 0.5.24`."""
+    _run(session, "scripts/new_release.py", *session.posargs)
+
+
 @nox.session(venv_backend="none", default=False)
 def serve(session: nox.Session) -> None:
     """Serve a tiny hybrid model on this machine's CPU with our backend, until interrupted."""

@@ -29,9 +29,12 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucm.patching.contract import contract as describe
 from ucm.patching.errors import PatchingError
 from ucm.patching.patch_set import PatchSet, patch_sets_directory, supported_versions
+from ucm.testing import release_matrix
 from ucm.testing.release_copy import WITHOUT_PATCH
+from ucm.testing.release_matrix import Row, outcomes
 from ucm.testing.sglang_release import (
     CONTRACT,
     release_wheel,
@@ -50,7 +53,11 @@ NAMED_BACKEND = f"{CONTRACT}/test_named_backend.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print one line a release and one a problem, and return the exit status."""
     arguments = _parse_arguments(argv)
-    return 1 if sum(not _is_good(version, arguments) for version in arguments.versions) else 0
+    rows: list[Row] = []
+    failures = sum(not _is_good(version, arguments, rows) for version in arguments.versions)
+    if arguments.matrix and not failures:
+        release_matrix.write(arguments.matrix, rows)
+    return 1 if failures else 0
 
 
 def check_tests_exist(patch_set: PatchSet) -> None:
@@ -86,28 +93,41 @@ def check_release(patch_set: PatchSet, package: Path | zipfile.Path) -> None:
             raise PatchingError(f"{path} differs from the release after the patches are undone")
 
 
-def check_contract(version: str) -> str:
-    """Run the contract tests on the release, patched and with our plugin; return their summaries.
+def check_contract(version: str) -> Row:
+    """Run the contract tests on the release, patched and with our plugin; return what each has shown.
 
     Raises:
         PatchingError: A test fails.
     """
-    summaries = []
+    patches = [patch.name for patch in PatchSet.read(patch_sets_directory() / version).patches]
     with tempfile.TemporaryDirectory() as directory:
-        patched = unpack_patched_release(version, Path(directory))
-        summaries.append(_contract_summary(run_contract_tests(patched)))
-    with tempfile.TemporaryDirectory() as directory:
-        released = unpack_release(version, Path(directory))
-        if released.has_plugin_system:
-            result = run_contract_tests(released, [NAMED_BACKEND], plugin=True)
-            summaries.append(f"with the plugin {_contract_summary(result)}")
-    return "; ".join(summaries)
+        root = Path(directory)
+        report, plugin_report = root / "patched.xml", root / "plugin.xml"
+        result = run_contract_tests(unpack_patched_release(version, root / "patched"), report=report)
+        _require_success(result)
+        released = unpack_release(version, root / "released")
+        if not released.has_plugin_system:
+            return Row(version, patches, outcomes(report), {})
+        result = run_contract_tests(released, [NAMED_BACKEND], plugin=True, report=plugin_report)
+        _require_success(result)
+        return Row(version, patches, outcomes(report), outcomes(plugin_report))
 
 
-def _contract_summary(result: subprocess.CompletedProcess[str]) -> str:
+def check_contract_text(version: str) -> None:
+    """Check that the committed description of the release's storage contract is what its source says.
+
+    Raises:
+        PatchingError: It is not.
+    """
+    committed = REPOSITORY / "contracts" / "sglang" / f"{version}.md"
+    text = describe(version, zipfile.Path(release_wheel(version), "sglang/"))
+    if not committed.is_file() or committed.read_text(encoding="utf-8") != text:
+        raise PatchingError(f"{committed.relative_to(REPOSITORY)} is not what SGLang {version} says")
+
+
+def _require_success(result: subprocess.CompletedProcess[str]) -> None:
     if result.returncode:
         raise PatchingError(f"contract tests fail:\n{result.stdout[-4000:]}{result.stderr[-2000:]}")
-    return result.stdout.strip().splitlines()[-1]
 
 
 def check_needed(patch_set: PatchSet) -> None:
@@ -146,13 +166,15 @@ def _run_test(version: str, test: str, *, without: str, expected: int) -> None:
         )
 
 
-def _is_good(version: str, arguments: argparse.Namespace) -> bool:
+def _is_good(version: str, arguments: argparse.Namespace, rows: list[Row]) -> bool:
     start = time.monotonic()
     try:
         patch_set = PatchSet.read(patch_sets_directory() / version)
         check_tests_exist(patch_set)
         check_release(patch_set, _package(version, arguments.wheel, arguments.tree))
-        contract = check_contract(version) if arguments.contract else ""
+        if arguments.contract or arguments.matrix:
+            check_contract_text(version)
+            rows.append(check_contract(version))
         if arguments.needed:
             check_needed(patch_set)
     except PatchingError as error:
@@ -161,8 +183,8 @@ def _is_good(version: str, arguments: argparse.Namespace) -> bool:
     print(
         f"SGLang {version}: {len(patch_set.patches)} patches, {len(patch_set.paths)} files: good", flush=True
     )
-    if contract:
-        print(f"    contract tests {contract} ({time.monotonic() - start:.0f} s)", flush=True)
+    if rows and rows[-1].version == version:
+        print(f"    contract tests: {rows[-1].summary()} ({time.monotonic() - start:.0f} s)", flush=True)
     return True
 
 
@@ -176,6 +198,9 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument("--wheel", type=Path, help="SGLang's wheel of the one VERSION given")
     where.add_argument("--tree", type=Path, help="directory that has its `sglang` package")
     parser.add_argument("--contract", action="store_true", help="also run the contract tests on each release")
+    parser.add_argument(
+        "--matrix", type=Path, metavar="FILE", help="run them on all releases and write what they show"
+    )
     parser.add_argument("--needed", action="store_true", help="also run each patch's test without the patch")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.versions) - set(supported):
@@ -184,6 +209,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if (arguments.wheel or arguments.tree or arguments.needed) and len(arguments.versions) != 1:
         parser.error("--wheel, --tree and --needed want exactly one VERSION")
+    if arguments.matrix and arguments.versions:
+        parser.error("--matrix is about all releases")
     arguments.versions = arguments.versions or supported
     return arguments
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sglang_cpu.tiny_models import WRITERS
 
+from ucm.testing.sglang_release import unpack_patched_release
 from ucm.testing.sglang_selection import patched_copy
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def patched_sglang(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the installed SGLang, patched by `ucm-sglang patch apply`."""
-    return patched_copy(tmp_path_factory.mktemp("patched"))
+def patched_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A patched copy of the installed SGLang, or of the release that `--sglang` names."""
+    site_packages = tmp_path_factory.mktemp("patched")
+    if release := request.config.getoption("--sglang"):
+        return unpack_patched_release(release, site_packages).package
+    return patched_copy(site_packages)

@@ -17,12 +17,10 @@ import contextlib
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import psutil
-import torch
+from sglang_cpu import older_releases
 from sglang_cpu.hicache import page_hash, transfer
-from transformers.models.auto import configuration_auto
 
 _PLENTY_BYTES = 1 << 40
 # Copies to and from a layout of pages by attention head, which no CPU platform has.
@@ -35,9 +33,8 @@ _NOT_HERE = (
 
 def prepare() -> None:
     """Make this process ready to import the SGLang that is first on its path."""
-    _accept_known_configurations()
-    if not torch.cuda.is_available():
-        vars(torch)["get_device_module"] = lambda *_: torch.cpu
+    older_releases.accept_known_configurations()
+    older_releases.answer_with_the_cpu()
     psutil.virtual_memory = lambda: SimpleNamespace(available=_PLENTY_BYTES, total=_PLENTY_BYTES)
     try:
         importlib.import_module("sglang.srt.mem_cache.memory_pool_host")
@@ -48,17 +45,6 @@ def prepare() -> None:
     with contextlib.suppress(ModuleNotFoundError):
         native_hash = importlib.import_module("sglang.srt.mem_cache.cpp_utils.native_hash")
         vars(native_hash)["_load_native_hash_module"] = page_hash.load
-
-
-def _accept_known_configurations() -> None:
-    mapping = configuration_auto._LazyConfigMapping  # noqa: SLF001 # It has no other way in.
-    register = mapping.register
-
-    def register_again(self: Any, key: str, value: Any, exist_ok: bool = False) -> None:  # noqa: ANN401
-        del exist_ok
-        register(self, key, value, exist_ok=True)
-
-    mapping.register = register_again
 
 
 def _stand_in_for_sgl_kernel() -> None:

@@ -87,7 +87,7 @@ class ReleasePools:
 
 
 def build_pools(kind: str, layout: str) -> ReleasePools | None:
-    """Build the pools of one kind of model; None if this release has no such pools.
+    """Build the pools of one kind of model; None if this release has no such pools, or not in this layout.
 
     Args:
         kind: mha, mla, mamba, indexer, or deepseek_v4.
@@ -210,7 +210,12 @@ def _mamba(layout: str) -> ReleasePools | None:
         mamba_layer_ids=[3, 4],
     )
     pools = _mha(layout)
-    return ReleasePools({**pools.by_name, "mamba": _host(cls, states, layout)}, pools.device)
+    try:
+        return ReleasePools({**pools.by_name, "mamba": _host(cls, states, layout)}, pools.device)
+    except ValueError:
+        if layout != "page_first":
+            raise
+        return None  # 0.5.14 and 0.5.15 have them in page_first_direct only.
 
 
 def _deepseek_v4(layout: str) -> ReleasePools | None:

@@ -70,7 +70,11 @@ def unpack_patched_release(version: str, site_packages: Path, *, without: str = 
 
 
 def run_contract_tests(
-    installation: Installation, tests: Sequence[str] = (CONTRACT,), *, plugin: bool = False
+    installation: Installation,
+    tests: Sequence[str] = (CONTRACT,),
+    *,
+    plugin: bool = False,
+    report: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run contract tests on the SGLang in a directory of its own.
 
@@ -78,6 +82,7 @@ def run_contract_tests(
         installation: The SGLang, patched or not.
         tests: What to run, as pytest takes it.
         plugin: Let SGLang load our plugin, instead of no plugin at all.
+        report: Where to write what became of each test, in JUnit's format.
     """
     environment = {
         **release_copy.environment(installation),
@@ -86,6 +91,8 @@ def run_contract_tests(
         **({"UCM_TEST_PLUGIN": "1"} if plugin else {}),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "ignore", "-p", "no:cacheprovider", *tests]
+    if report is not None:
+        command.append(f"--junitxml={report}")
     return subprocess.run(  # noqa: S603 # Our own command.
         command,
         cwd=REPOSITORY,

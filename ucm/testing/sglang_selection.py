@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -69,5 +70,6 @@ def selection_environment(
     if selection is Selection.PATCHED:
         if patched is None:
             raise ValueError("a patched SGLang is needed")
-        environment["PYTHONPATH"] = str(patched.parent)
+        paths = [str(patched.parent), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment

@@ -51,7 +51,7 @@ def controller(pools: Callable[..., ReleasePools], rendezvous: Path) -> Iterator
     """A controller over KV and, where there are such pools, linear-attention states; without storage yet."""
     from ucm.testing.release_pools import build_pools, release_controller
 
-    built = build_pools("mamba", "page_first") or pools("mha")
+    built = build_pools("mamba", "page_first") or build_pools("mamba", "page_first_direct") or pools("mha")
     with release_controller(built, rendezvous) as running:
         yield running
 

@@ -93,6 +93,14 @@ def test_pages_are_read_and_written_in_place(controller: ReleaseController, stor
     assert controller.inner.page_set_func.__name__ == "_page_set_zero_copy"
 
 
+def test_dynamic_loading_gives_the_same(controller: ReleaseController, storage: dict[str, Any]) -> None:
+    module = {"module_path": UnifiedCacheStore.__module__, "class_name": UnifiedCacheStore.__name__}
+    controller.attach("dynamic", {**storage, **module, "backend_name": BACKEND, "interface_v1": 1})
+
+    assert type(controller.backend) is UnifiedCacheStore
+    assert controller.inner.page_get_func.__name__ == "_page_get_zero_copy"
+
+
 def test_other_backends_keep_their_page_functions(
     controller: ReleaseController,
     monkeypatch: pytest.MonkeyPatch,

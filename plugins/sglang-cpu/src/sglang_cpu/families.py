@@ -28,6 +28,6 @@ class ModelFamily:
 
 def families() -> tuple[ModelFamily, ...]:
     """Return all families. Importing them must stay cheap: every process of a server does it."""
-    from sglang_cpu import deepseek_v4, gdn
+    from sglang_cpu import deepseek_v4, gdn, older_releases
 
-    return (gdn.FAMILY, deepseek_v4.FAMILY)
+    return (gdn.FAMILY, deepseek_v4.FAMILY) if older_releases.serves_deepseek_v4() else (gdn.FAMILY,)

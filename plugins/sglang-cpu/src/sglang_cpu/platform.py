@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.platforms import interface
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
 
 from sglang_cpu import PLATFORM_NAME, hooks
 
@@ -19,7 +20,8 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  
     """A device without kernels: SGLang takes its torch paths, and `sglang_cpu.families` supplies the rest."""
 
     _enum = PlatformEnum.OOT
-    capabilities = PlatformCapabilities()
+    if hasattr(interface, "PlatformCapabilities"):  # From 0.5.22.
+        capabilities = interface.PlatformCapabilities()
 
     def is_pin_memory_available(self, device: object = None) -> bool:  # noqa: ARG002 - SGLang passes it.
         """Return False: there is no device to pin memory for."""
@@ -32,6 +34,20 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  
     def support_mamba_cache_extra_buffer(self) -> bool:
         """Return True: the GDN kernels hand out the states that checkpoints are taken from."""
         return True
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """Return SGLang's own pool, which 0.5.19 to 0.5.21 ask the platform for."""
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        pool: type = MHATokenToKVPool
+        return pool
+
+    def get_paged_allocator_cls(self) -> type:
+        """Return SGLang's own allocator, which 0.5.19 to 0.5.21 ask the platform for."""
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        allocator: type = PagedTokenToKVPoolAllocator
+        return allocator
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """Return whether the algorithm's kernels are replaced: those of EAGLE are, which MTP layers use."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from sglang_cpu import PLATFORM_NAME
+from sglang_cpu import PLATFORM_NAME, older_releases
 from sglang_cpu.families import families
 
 _ENVIRONMENT = {
@@ -29,6 +29,9 @@ def activate() -> str | None:
     """
     if not _selected():
         return None
+    if older_releases.is_older():
+        older_releases.accept_known_configurations()
+        older_releases.answer_with_the_cpu()
     for environment in (_ENVIRONMENT, *(family.environment for family in families())):
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -41,8 +44,11 @@ def register() -> None:
         return
     from sglang_cpu import hicache, hooks, invariant, ranks
 
+    if older_releases.is_older():
+        older_releases.install()
+    else:
+        ranks.install()
     invariant.install()
-    ranks.install()
     hicache.install()
     for family in families():
         family.install()

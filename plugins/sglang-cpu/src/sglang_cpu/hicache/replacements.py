@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_cpu import hooks
+from sglang_cpu import hooks, older_releases
 from sglang_cpu.hicache import page_hash, transfer
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def install() -> None:
     import torch
     from sglang.srt.mem_cache.pool_host import base
 
-    for module in _POOL_MODULES:
+    for module in filter(older_releases.has_module, _POOL_MODULES):
         hooks.define(module, transfer.FUNCTIONS)
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _nothing_to_register)
     hooks.replace("sglang.srt.mem_cache.pool_host.common._cuda_host_unregister", _nothing_to_unregister)

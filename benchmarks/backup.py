@@ -6,22 +6,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.machine import describe_filesystem
 from benchmarks.pages import PrivatePages
 from benchmarks.pairs import LocalContestant, expect, run_pairs
-from benchmarks.plot import draw_speedups
+from benchmarks.reporting import report_comparisons
 from benchmarks.results import (
     Comparison,
     Report,
-    comparison_details,
-    comparison_table,
     format_bytes,
     progress,
-    summarize,
 )
 from ucm.store import Block, BlockKey, BlockStatus, KVStore, StoreSpec
 from ucm.store.factory import StoreConfig, open_store
@@ -78,21 +74,13 @@ def measure(directories: Sequence[Path], *, page_sizes: Sequence[tuple[int, int]
             prefetched.close()
             backed_up.close()
             shutil.rmtree(directory, ignore_errors=True)
-    return Report(
+    return report_comparisons(
+        comparisons,
         name="backup",
         title="How much a running backup slows a prefetch",
         method=METHOD,
-        verdicts=[summarize("Prefetches", comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
-        details={"comparisons": comparison_details(comparisons)},
-        draw=partial(
-            draw_speedups,
-            comparisons,
-            title="A prefetch beside a backup against one alone",
-            panel="storage",
-            row="page",
-            series="backup",
-        ),
+        what="Prefetches",
+        axes=("storage", "page", "backup"),
     )
 
 

@@ -6,22 +6,18 @@ from __future__ import annotations
 import shutil
 import tempfile
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.block_work import PHASES
 from benchmarks.machine import describe_filesystem
 from benchmarks.pairs import run_pairs
-from benchmarks.plot import draw_speedups
+from benchmarks.reporting import report_comparisons
 from benchmarks.results import (
     Comparison,
     Report,
-    comparison_details,
-    comparison_table,
     format_bytes,
     progress,
-    summarize,
 )
 from benchmarks.store import EmbeddedWork
 
@@ -45,21 +41,13 @@ def measure(directories: Sequence[Path], *, page_sizes: Sequence[int], budget_s:
     for parent in directories:
         for page_bytes in page_sizes:
             comparisons += _compare(parent, page_bytes, budget_s)
-    return Report(
+    return report_comparisons(
+        comparisons,
         name="capacity",
         title="A store with a capacity against one without",
         method=METHOD,
-        verdicts=[summarize("Store", comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
-        details={"comparisons": comparison_details(comparisons)},
-        draw=partial(
-            draw_speedups,
-            comparisons,
-            title="A store with a capacity against one without",
-            panel="call",
-            row="page",
-            series="storage",
-        ),
+        what="Store",
+        axes=("call", "page", "storage"),
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -14,15 +13,12 @@ from unittest import mock
 from benchmarks.machine import describe_filesystem
 from benchmarks.pages import PrivatePages
 from benchmarks.pairs import LocalContestant, expect, run_pairs
-from benchmarks.plot import draw_speedups
+from benchmarks.reporting import report_comparisons
 from benchmarks.results import (
     Comparison,
     Report,
-    comparison_details,
-    comparison_table,
     format_bytes,
     progress,
-    summarize,
 )
 from ucm.store import Block, BlockKey, BlockStatus, KVStore, StoreSpec
 from ucm.store.factory import StoreConfig, open_store
@@ -71,21 +67,13 @@ def measure(directories: Sequence[Path], *, page_sizes: Sequence[int], budget_s:
             )
             store.close()
             shutil.rmtree(directory, ignore_errors=True)
-    return Report(
+    return report_comparisons(
+        comparisons,
         name="checksum",
         title="What verifying a checksum on every load costs",
         method=METHOD,
-        verdicts=[summarize("Loads", comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
-        details={"comparisons": comparison_details(comparisons)},
-        draw=partial(
-            draw_speedups,
-            comparisons,
-            title="Verified loads against unverified ones",
-            panel="storage",
-            row="page",
-            series="pages",
-        ),
+        what="Loads",
+        axes=("storage", "page", "pages"),
     )
 
 

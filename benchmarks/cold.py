@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +14,12 @@ from benchmarks.block_work import COLD, GET, SET, BlockWork
 from benchmarks.machine import MEMORY_FILESYSTEMS, describe_filesystem
 from benchmarks.native_store import NativeProcess
 from benchmarks.pairs import Contestant, run_pairs
-from benchmarks.plot import draw_speedups
+from benchmarks.reporting import report_comparisons
 from benchmarks.results import (
     Comparison,
     Report,
-    comparison_details,
-    comparison_table,
     format_bytes,
     progress,
-    summarize,
 )
 from benchmarks.store import EmbeddedWork
 from ucm.testing import native_ucm
@@ -55,21 +51,13 @@ def measure(
     for parent in directories:
         for page_bytes in page_sizes:
             comparisons += _compare(parent, native, page_bytes, budget_s)
-    return Report(
+    return report_comparisons(
+        comparisons,
         name="cold",
         title="Cold and warm reads",
         method=METHOD,
-        verdicts=[summarize("Reads", comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
-        details={"comparisons": comparison_details(comparisons)},
-        draw=partial(
-            draw_speedups,
-            comparisons,
-            title="Cold and warm reads",
-            panel="call",
-            row="page",
-            series="against",
-        ),
+        what="Reads",
+        axes=("call", "page", "against"),
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +15,12 @@ from benchmarks.backends import OURS, TRAILING_POOLS, Backend, transfer
 from benchmarks.host_pages import HostPages
 from benchmarks.machine import MEMORY_FILESYSTEMS, describe_filesystem
 from benchmarks.pairs import LocalContestant, expect, run_pairs
-from benchmarks.plot import draw_speedups
+from benchmarks.reporting import report_comparisons
 from benchmarks.results import (
     Comparison,
     Report,
-    comparison_details,
-    comparison_table,
     format_bytes,
     progress,
-    summarize,
 )
 from ucm.testing.host_pools import FLASH_COMPRESS_RATIOS, DeepSeekV4Model, host_pools
 
@@ -80,21 +76,13 @@ def measure(directories: Sequence[Path], *, budget_s: float) -> Report:
         backend.close()
         plain.close()
         shutil.rmtree(directory, ignore_errors=True)
-    return Report(
+    return report_comparisons(
+        comparisons,
         name="restore_v4",
         title="Restoring a DeepSeek V4 Flash prefix, against six plain files",
         method=METHOD,
-        verdicts=[summarize("Restore", comparisons)],
-        tables=[comparison_table("Comparisons", comparisons)],
-        details={"comparisons": comparison_details(comparisons)},
-        draw=partial(
-            draw_speedups,
-            comparisons,
-            title="V4 restore against six plain files",
-            panel="storage",
-            row="restore",
-            series="bytes",
-        ),
+        what="Restore",
+        axes=("storage", "restore", "bytes"),
     )
 
 

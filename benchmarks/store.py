@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,13 @@ from benchmarks.block_work import PHASES, BlockWork
 from benchmarks.machine import describe_filesystem
 from benchmarks.native_store import NativeProcess
 from benchmarks.pairs import run_pairs
-from benchmarks.plot import draw_speedups
+from benchmarks.reporting import report_comparisons
 from benchmarks.results import (
     Comparison,
     Report,
-    comparison_details,
-    comparison_table,
     format_bytes,
     glance_table,
     progress,
-    summarize,
 )
 from ucm.store import Block, BlockKey, BlockStatus, StoreSpec
 from ucm.store.factory import StoreConfig, open_store
@@ -61,24 +57,16 @@ def measure(
         for page_bytes in page_sizes:
             comparisons += _compare(parent, native, page_bytes, PAGES, budget_s)
         comparisons += _compare(parent, native, LOOKUP_PAGE_BYTES, LOOKUP_PAGES, budget_s)
-    return Report(
+    return report_comparisons(
+        comparisons,
         name="store",
         title="The embedded store against the native UCM store",
         method=METHOD,
-        verdicts=[summarize("Store", comparisons)],
+        what="Store",
+        axes=("call", "page", "storage"),
         tables=[
-            glance_table("Speed-ups at a glance", comparisons, rows=("storage", "page"), columns=("call",)),
-            comparison_table("Comparisons", comparisons),
+            glance_table("Speed-ups at a glance", comparisons, rows=("storage", "page"), columns=("call",))
         ],
-        details={"comparisons": comparison_details(comparisons)},
-        draw=partial(
-            draw_speedups,
-            comparisons,
-            title="The embedded store against the native UCM store",
-            panel="call",
-            row="page",
-            series="storage",
-        ),
     )
 
 

@@ -39,8 +39,8 @@ METHOD = f"""\
 layers and one MTP layer), checksums verified. `other` is `os.preadv` of the same bytes from six plain
 files, opened beforehand, into the same host pages. The pages are overwritten before each turn and
 compared after it. `{AS_CONTROLLER}`: all pages of c4, c4_indexer and c128, then only the last page of
-swa, c4_state and c4_indexer_state, which is what SGLang asks for. Required: at most {MOST_TIMES_PLAIN}
-times the plain time."""
+swa, c4_state and c4_indexer_state, which is what SGLang asks for. Required of the whole: at most
+{MOST_TIMES_PLAIN} times the plain time."""
 
 
 def measure(directories: Sequence[Path], *, budget_s: float) -> Report:
@@ -69,7 +69,9 @@ def measure(directories: Sequence[Path], *, budget_s: float) -> Report:
                 other=plain.name,
                 moved_bytes=_moved_bytes(pages, phase),
                 times=paired,
-                required_speedup=1 / MOST_TIMES_PLAIN if storage in MEMORY_FILESYSTEMS else None,
+                required_speedup=1 / MOST_TIMES_PLAIN
+                if storage in MEMORY_FILESYSTEMS and phase == ALL_PAGES
+                else None,
             )
             for phase, paired in times.items()
         ]

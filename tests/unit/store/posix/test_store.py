@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 
 class TestPosixStore(DurableStoreConformance):
+    stores: ClassVar[list[KVStore]] = []
+
+    @pytest.fixture(autouse=True)
+    def close_stores(self) -> Iterator[None]:
+        """Close what a test has left open, because it was skipped half-way for instance."""
+        yield
+        while self.stores:
+            self.stores.pop().close()
+
     def open_store(self, storage: Path, spec: StoreSpec, timeout_s: float = 30.0) -> KVStore:
         config = PosixStoreConfig(
             storage_backends=(str(storage),),
@@ -30,7 +39,8 @@ class TestPosixStore(DurableStoreConformance):
             dump_timeout_s=timeout_s,
             lookup_timeout_s=timeout_s,
         )
-        return PosixStore(spec, config)
+        self.stores.append(PosixStore(spec, config))
+        return self.stores[-1]
 
     def raw_read(self, storage: Path, spec: StoreSpec, key: BlockKey) -> bytes | None:
         path = block_path(storage, spec, key)

@@ -193,12 +193,12 @@ def claim_identity(config: StoreConfig, record_name: str, record: Mapping[str, o
         StoreConfigError: A different record exists; names its path, the field and both values.
         StoreUnavailableError: A root cannot be read or written, or does not answer.
     """
-    roots = config.storage_roots
-    if not roots or not isinstance(config.options, PosixStoreConfig):
+    roots, options = config.storage_roots, config.options
+    if not roots or not isinstance(options, (PosixStoreConfig, NativeStoreConfig)):
         return
     from ucm.store.posix.engine import run_alone  # Only now: other stores need none of it.
 
-    timeout_s = config.options.dump_timeout_s
+    timeout_s = (options if isinstance(options, PosixStoreConfig) else options.own).dump_timeout_s
     if not run_alone(lambda: check_or_write_identity(roots, record_name, record), timeout_s):
         raise StoreUnavailableError(
             f"cannot read the identity records below {' or '.join(roots)}: no answer within {timeout_s:g} s"

@@ -244,10 +244,6 @@ def _changed(now: Sequence[int], registered: Sequence[int]) -> str:
     return f"pages have changed: parts of {list(now)} bytes, registered with {list(registered)}"
 
 
-def _byte_tensor(memory: memoryview) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; it stays alive with the view."""
     if not tensor.is_contiguous():

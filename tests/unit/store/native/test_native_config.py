@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store import StoreConfigError
-from ucm.store.factory import StoreConfig, open_store
+from ucm.store.factory import StoreConfig, claim_identity, open_store
 from ucm.store.native import package
 from ucm.store.native.config import NativeStoreConfig
 from ucm.testing.store_conformance import SPEC
@@ -121,3 +121,13 @@ def test_a_directory_without_ucms_package_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(StoreConfigError, match=f"'native_package' is '{tmp_path}'; expected the directory"):
         open_store(SPEC, config)
+
+
+def test_blocks_of_another_kind_are_refused_before_the_native_store_sees_them(tmp_path: Path) -> None:
+    config = StoreConfig.from_mapping({"engine": "native", "storage_backends": str(tmp_path)})
+    claim_identity(config, "pool", {"dtype": "bfloat16"})
+    with pytest.raises(StoreConfigError, match=r"dtype.*'bfloat16'.*'fp8'"):
+        claim_identity(config, "pool", {"dtype": "fp8"})
+    embedded = StoreConfig.from_mapping({"storage_backends": str(tmp_path)})
+    with pytest.raises(StoreConfigError, match="dtype"):
+        claim_identity(embedded, "pool", {"dtype": "fp8"})

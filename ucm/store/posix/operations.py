@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ucm.store.interface import BlockStatus
-from ucm.store.posix.blocks import DONE, STORED_ALREADY, UNVERIFIED, Verdict
+from ucm.store.posix.blocks import DONE, MISSING, STORED_ALREADY, UNVERIFIED, Verdict
 from ucm.store.posix.call import Call
 from ucm.store.posix.engine import Urgency
 
@@ -114,8 +114,8 @@ class Lookup(_OnKeys):
     def finish(self, verdicts: list[Verdict | None]) -> list[bool]:
         known = self.store.known
         found = super().finish(verdicts)
-        gone = [key for key, there in zip(self.keys, found, strict=True) if not there and key in known]
-        if gone:
+        # What did not answer may still be there.
+        if any(verdict == MISSING and key in known for key, verdict in zip(self.keys, verdicts, strict=True)):
             known.clear()
             if len(self.keys) < len(self.whole):
                 return Lookup(self.store, self.whole).run(self.since)

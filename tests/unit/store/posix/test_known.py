@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from ucm.store.posix import known
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.known import SPOT_CHECKS, KnownKeys
 from ucm.store.posix.store import PosixStore
-from ucm.testing.posix_faults import block_path
+from ucm.testing.posix_faults import block_path, hanging_call
 from ucm.testing.store_conformance import MISSING, SPEC, key_of, load, outgoing
 
 if TYPE_CHECKING:
@@ -95,6 +96,20 @@ def test_a_removed_cache_is_seen_at_once(store: PosixStore, tmp_path: Path) -> N
     store.dump(outgoing(list(range(MANY))))
     shutil.rmtree(tmp_path / SPEC.namespace)
     assert store.lookup(KEYS) == [False] * MANY
+
+
+def test_a_block_that_does_not_answer_costs_itself_only_and_one_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PosixStore(SPEC, PosixStoreConfig((str(tmp_path),), lookup_timeout_s=0.5))
+    store.dump(outgoing(list(range(MANY))))
+    with hanging_call("stat", key_of(0).hex()):
+        began = time.monotonic()
+        assert store.lookup(KEYS) == [False] + [True] * (MANY - 1)
+        assert time.monotonic() - began < 5
+    assert len(caplog.records) == 1
+    assert key_of(50) in store.known
+    store.close()
 
 
 def test_a_block_that_is_gone_when_it_is_loaded_ends_the_trust_in_all(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
@@ -260,18 +262,26 @@ def test_a_replica_restores_a_prompt_while_the_other_server_writes_the_next_ones
     served: ServedModel, after_restart: Validated, replica: ServedModel
 ) -> None:
     assert after_restart.report.ok
-    replica.generate(replica.prompts.take(PROMPT_TOKENS))  # A server's first request takes long.
-    prompts = [served.prompts.take(PROMPT_TOKENS) for _ in range(8)]
-    overlaps = 0
+    written: SimpleQueue[tuple[tuple[int, ...], Reply]] = SimpleQueue()
+    read_enough = Event()
+
+    def write() -> None:
+        while not read_enough.is_set():
+            prompt = served.prompts.take(PROMPT_TOKENS)
+            written.put((prompt, served.generate(prompt)))
+
     with ThreadPoolExecutor(1) as executor:
-        computed = [executor.submit(served.generate, prompt) for prompt in prompts]
-        for prompt, cold in zip(prompts, computed, strict=True):
-            wait_for_blocks(blocks_of(prompt, served))
-            reply = replica.generate(prompt)
-            overlaps += not computed[-1].done()
-            assert reply.cached == CachedTokens(storage=RESTORABLE_TOKENS)
-            assert_same_answer(reply.answer, cold.result().answer)
-    assert overlaps
+        writer = executor.submit(write)
+        try:
+            for _ in range(8):
+                prompt, cold = written.get(timeout=60)
+                wait_for_blocks(blocks_of(prompt, served))
+                reply = replica.generate(prompt)
+                assert reply.cached == CachedTokens(storage=RESTORABLE_TOKENS)
+                assert_same_answer(reply.answer, cold.answer)
+        finally:
+            read_enough.set()
+        writer.result()
 
 
 @pytest.mark.parametrize("served", ["patched"], indirect=True)

@@ -314,6 +314,7 @@ class IoEngine:
                 if done:
                     threads = helpers
                 else:
+                    self._queue(batch)
                     self._call(threads - helpers)
             else:
                 self._submit(batch, threads)
@@ -366,8 +367,14 @@ class IoEngine:
             if self._closed:
                 raise StoreUnavailableError("the store is closed")
             self._waiting.add(batch)
-            self._queues[batch.urgency].extend(batch.lanes)
+        self._queue(batch)
         self._call(workers)
+
+    def _queue(self, batch: _Batch[Any]) -> None:
+        """Let workers find a batch; once more if its caller puts something back: they drop empty lanes."""
+        with self._lock:
+            lanes = self._queues[batch.urgency]
+            lanes += [lane for lane in batch.lanes if lane not in lanes]
 
     def _call(self, workers: int) -> None:
         """Wake or start workers, as far as there are any."""

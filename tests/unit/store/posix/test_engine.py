@@ -77,6 +77,24 @@ def test_what_the_caller_cannot_do_itself_is_done_by_workers(engine: IoEngine) -
     assert callers == {threading.current_thread()}
 
 
+def test_what_the_caller_puts_back_is_found_after_the_workers_saw_nothing_left(engine: IoEngine) -> None:
+    done_by_a_worker = threading.Event()
+
+    def work(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        done_by_a_worker.set()
+        return index
+
+    def attempt(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        # The caller has one of the two items, a worker the other one.
+        assert done_by_a_worker.wait(LONG_S)
+        deadline = time.monotonic() + LONG_S
+        while engine._queues[Urgency.READ] and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    results = engine.run(work, 2, urgency=Urgency.READ, timeout_s=5.0, moved_bytes=LARGE, attempt=attempt)
+    assert results == [0, 1]
+
+
 def test_a_caller_helps_only_until_the_deadline(engine: IoEngine) -> None:
     def slow(index: int, _scratch: Scratch, _lease: HostLease) -> int:
         until = time.monotonic() + 0.02

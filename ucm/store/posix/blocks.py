@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucm.store.errors import BlockCorruptError
 from ucm.store.interface import BlockStatus
 from ucm.store.posix.block_file import file_bytes
-from ucm.store.posix.file_io import is_stored, read_block, read_block_promptly, write_block
+from ucm.store.posix.file_io import is_stored, read_block, read_block_promptly, read_piece, write_block
 from ucm.store.posix.writer import new_writer_name
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucm.store.interface import Block, BlockKey, StoreSpec
     from ucm.store.posix.durability import Durability
-    from ucm.store.posix.file_io import FileSystem, Scratch
+    from ucm.store.posix.file_io import FileSystem, Piece, Scratch
     from ucm.store.posix.layout import BlockLayout
     from ucm.store.posix.lease import HostLease
 
@@ -46,10 +46,12 @@ class StoredBlocks(ABC):
     Attributes:
         can_read_now: Whether `look_now` and `load_now` do anything.
         can_write_now: The same for `dump_now`.
+        has_pieces: Whether parts of a block can be read, with `load_piece` and `load_piece_now`.
     """
 
     can_read_now = False
     can_write_now = False
+    has_pieces = False
 
     @abstractmethod
     def where(self, key: BlockKey) -> str:
@@ -83,6 +85,18 @@ class StoredBlocks(ABC):
         """See `dump`."""
         raise NotImplementedError
 
+    def load_piece(self, key: BlockKey, piece: Piece, scratch: Scratch, lease: HostLease) -> bool:
+        """Read a part of a block's stored form; True if it was all there.
+
+        Raises:
+            OSError: Storage failed, or there is no such block.
+        """
+        raise NotImplementedError
+
+    def load_piece_now(self, key: BlockKey, piece: Piece, scratch: Scratch, lease: HostLease) -> bool | None:
+        """See `load_piece`."""
+        raise NotImplementedError
+
 
 class BlockFiles(StoredBlocks):
     """The block files of one namespace.
@@ -94,6 +108,8 @@ class BlockFiles(StoredBlocks):
         accept_unverified: Whether a file that is exactly a payload is a block.
         durability: What of a block survives a power loss.
     """
+
+    has_pieces = True
 
     def __init__(
         self,
@@ -199,6 +215,19 @@ class BlockFiles(StoredBlocks):
         except OSError as exc:
             return failed(exc)
         return DONE
+
+    def load_piece(self, key: BlockKey, piece: Piece, scratch: Scratch, lease: HostLease) -> bool:
+        """Read a part of a block's file."""
+        return read_piece(self._layout.path(key), piece, lease, scratch, self._file_system(key))
+
+    def load_piece_now(self, key: BlockKey, piece: Piece, scratch: Scratch, lease: HostLease) -> bool | None:
+        """See `load_piece`."""
+        found = self._file_system(key)
+        if found.in_memory:
+            return self.load_piece(key, piece, scratch, lease)
+        if found.prompt and found.prompt.read(self._layout.name(key), *piece):
+            return True
+        return None
 
     def _file_system(self, key: BlockKey) -> FileSystem:
         return self._file_systems[self._layout.root_index(key)]

@@ -13,7 +13,8 @@ from ucm.store.errors import StoreUnavailableError
 from ucm.store.interface import Block, BlockKey, BlockStatus, KVStore, StoreSpec, StoreStats, check_blocks
 from ucm.store.posix.engine import SharedEngine
 from ucm.store.posix.known import KnownKeys
-from ucm.store.posix.operations import Delete, Dump, Load, Lookup
+from ucm.store.posix.operations import Delete, Dump, Load, LoadInPieces, Lookup
+from ucm.store.posix.pieces import pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +86,8 @@ class EngineStore(KVStore):
         """Return a load to be run together with those of other stores."""
         self._require_open()
         check_blocks(self.spec, blocks, writable=True)
-        return Load(self, blocks)
+        pieces = pieces_of(self.spec.block_bytes, len(blocks)) if self.files.has_pieces else 1
+        return LoadInPieces(self, blocks, pieces) if pieces > 1 else Load(self, blocks)
 
     def dump_call(self, blocks: Sequence[Block]) -> Call[list[BlockStatus]]:
         """Return a dump to be run together with those of other stores."""

@@ -72,6 +72,20 @@ class FileSystem(NamedTuple):
     preallocates: bool = False
 
 
+class Piece(NamedTuple):
+    """A part of a file, and where its bytes go.
+
+    Args:
+        buffers: Count as one; have room for one byte more if the file has to end there.
+        start: Offset in the file, a multiple of `reading.ALIGNMENT`.
+        size: Bytes.
+    """
+
+    buffers: Sequence[memoryview]
+    start: int
+    size: int
+
+
 class Scratch:
     """One worker's private memory, reused from block to block.
 
@@ -139,11 +153,9 @@ def read_block(
     """
     descriptor, keeps_atime = _open_for_reading(path)
     try:
-        buffers = [*block.segments, scratch.tail]
-        wanted = file_bytes(spec)
-        done = _read_cached(descriptor, buffers, wanted, lease, scratch, found, keeps_atime=keeps_atime)
-        if done < wanted:
-            done = _read_stored(descriptor, buffers, done, wanted, lease, scratch, found)
+        whole = Piece([*block.segments, scratch.tail], 0, file_bytes(spec))
+        wanted = whole.size
+        done = _read(descriptor, whole, lease, scratch, found, keeps_atime=keeps_atime)
         if done == spec.block_bytes and accept_unverified:
             return False
         if done != wanted:
@@ -161,10 +173,37 @@ def read_block(
         os.close(descriptor)
 
 
+def read_piece(path: str, piece: Piece, lease: HostLease, scratch: Scratch, found: FileSystem) -> bool:
+    """Read a part of a file; tell whether all of it is there, and nothing behind it if it is the last one.
+
+    Raises:
+        LeaseRevokedError: The caller no longer waits.
+        OSError: Storage failed.
+    """
+    descriptor, keeps_atime = _open_for_reading(path)
+    try:
+        return _read(descriptor, piece, lease, scratch, found, keeps_atime=keeps_atime) == piece.size
+    finally:
+        os.close(descriptor)
+
+
+def _read(
+    descriptor: int,
+    piece: Piece,
+    lease: HostLease,
+    scratch: Scratch,
+    found: FileSystem,
+    *,
+    keeps_atime: bool,
+) -> int:
+    """Read from the page cache what is there, then the rest; return how many bytes."""
+    done = _read_cached(descriptor, piece, lease, scratch, found, keeps_atime=keeps_atime)
+    return done if done >= piece.size else _read_stored(descriptor, piece, done, lease, scratch, found)
+
+
 def _read_cached(
     descriptor: int,
-    buffers: Sequence[memoryview],
-    wanted: int,
+    piece: Piece,
     lease: HostLease,
     scratch: Scratch,
     found: FileSystem,
@@ -176,32 +215,28 @@ def _read_cached(
     if flags is None:
         return 0
     # Inside the lease nothing may wait: not for data, nor for the journal to take an access time.
-    if found.in_memory or (keeps_atime and found.tells_cached and prompt.is_cached(descriptor, wanted)):
+    buffers, start, size = piece
+    if found.in_memory or (keeps_atime and found.tells_cached and prompt.is_cached(descriptor, start, size)):
         with lease:
-            return read_in_place(descriptor, buffers, flags)
+            return read_in_place(descriptor, buffers, start, flags)
     if found.tells_cached or found.direct is None:
         return 0
-    return read_buffered(descriptor, buffers, 0, lease, scratch.bounce, flags=flags)
+    return read_buffered(descriptor, buffers, start, 0, lease, scratch.bounce, flags=flags)
 
 
 def _read_stored(
-    descriptor: int,
-    buffers: Sequence[memoryview],
-    done: int,
-    wanted: int,
-    lease: HostLease,
-    scratch: Scratch,
-    found: FileSystem,
+    descriptor: int, piece: Piece, done: int, lease: HostLease, scratch: Scratch, found: FileSystem
 ) -> int:
-    """Go on at offset `done` with what has to be waited for."""
-    if found.direct is not None and found.direct.work and wanted >= DIRECT_BYTES:
+    """Go on after `done` bytes with what has to be waited for."""
+    buffers, start, size = piece
+    if found.direct is not None and found.direct.work and size >= DIRECT_BYTES:
         try:
-            done = read_direct(descriptor, buffers, done, lease, scratch.bounce)
+            done = read_direct(descriptor, buffers, start, done, lease, scratch.bounce)
         except OSError as exc:
             found.direct.refuse_if_that_is_why(exc)
         set_direct(descriptor, False)
     # After a direct read this only finds the end of the file, unless that was not all.
-    return read_buffered(descriptor, buffers, done, lease, scratch.bounce)
+    return read_buffered(descriptor, buffers, start, done, lease, scratch.bounce)
 
 
 def _open_for_reading(path: str) -> tuple[int, bool]:
@@ -221,7 +256,7 @@ def read_block_promptly(
 
     Whatever else there is about the file, `read_block` finds out.
     """
-    if not directory.read(name, [*block.segments, scratch.tail], file_bytes(spec)):
+    if not directory.read(name, [*block.segments, scratch.tail], 0, file_bytes(spec)):
         return False
     return is_footer_of(scratch.tail[:FOOTER_BYTES], spec, block.key, payload_checksum(block.segments))
 
@@ -334,7 +369,7 @@ def prepare_directory(directory: str, probe_name: str, io_mode: IoMode) -> FileS
         at_once = prompt.PromptDirectory(directory) if kind in prompt.FILE_SYSTEMS else None
         return FileSystem(
             in_place_flags=os.RWF_NOWAIT if _reads_without_waiting(descriptor) else None,
-            tells_cached=prompt.is_cached(descriptor, size),
+            tells_cached=prompt.is_cached(descriptor, 0, size),
             prompt=at_once if at_once and at_once.works_with(probe_name, size) else None,
             direct=direct,
             preallocates=kind in _PREALLOCATING_FILE_SYSTEMS,

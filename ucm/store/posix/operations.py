@@ -11,6 +11,7 @@ from ucm.store.interface import BlockStatus
 from ucm.store.posix.blocks import DONE, MISSING, STORED_ALREADY, UNVERIFIED, Verdict
 from ucm.store.posix.call import Call
 from ucm.store.posix.engine import Urgency
+from ucm.store.posix.pieces import LargeBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -203,6 +204,39 @@ class Load(_OnBlocks):
         if any(key in known for key in self.keys_with(BlockStatus.MISSING, statuses)):
             known.clear()
         known.discard(self.keys_with(BlockStatus.CORRUPT, statuses))
+
+
+class LoadInPieces(Load):
+    """Read few large blocks, with several threads each."""
+
+    __slots__ = ("large", "pieces")
+
+    def __init__(self, store: EngineStore, blocks: Sequence[Block], pieces: int) -> None:
+        super().__init__(store, blocks)
+        self.pieces = pieces
+        self.large = [LargeBlock(store.spec, block, store.files, pieces) for block in blocks]
+        self.count *= pieces
+        self.item_bytes //= pieces
+
+    def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
+        block, piece = divmod(index, self.pieces)
+        return self.large[block].load(piece, scratch, lease)
+
+    def attempt(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict | None:
+        block, piece = divmod(index, self.pieces)
+        return self.large[block].load_now(piece, scratch, lease)
+
+    def finish(self, verdicts: list[Verdict | None]) -> list[BlockStatus]:
+        starts = range(0, self.count, self.pieces)
+        return super().finish([_of_whole(verdicts[start : start + self.pieces]) for start in starts])
+
+
+def _of_whole(pieces: Sequence[Verdict | None]) -> Verdict | None:
+    """Return the verdict on a block: the one of the last piece, if all are there."""
+    if None in pieces:
+        return None
+    (verdict,) = (piece for piece in pieces if piece is not LargeBlock.UNDER_WAY)
+    return verdict
 
 
 class Dump(_OnBlocks):

@@ -87,7 +87,7 @@ class PromptDirectory:
 
     def works_with(self, name: str, size: int) -> bool:
         """Tell whether the kernel can do all this, by a file that has just been written."""
-        return self.is_stored(name, (size,)) and self.read(name, [memoryview(bytearray(size + 1))], size)
+        return self.is_stored(name, (size,)) and self.read(name, [memoryview(bytearray(size + 1))], 0, size)
 
     def is_stored(self, name: str, sizes: Collection[int]) -> bool:
         """Tell whether `name` is certainly a readable regular file of one of these sizes."""
@@ -101,19 +101,23 @@ class PromptDirectory:
         mode = found.st_mode
         return found.st_size in sizes and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
 
-    def read(self, name: str, buffers: Sequence[memoryview], size: int) -> bool:
-        """Read all `size` bytes of `name`; False leaves the buffers in an unspecified state.
+    def read(self, name: str, buffers: Sequence[memoryview], start: int, size: int) -> bool:
+        """Read `size` bytes of `name` from `start` on; False leaves the buffers in an unspecified state.
 
         Args:
             name: The file.
-            buffers: Room for one byte more than `size`, by which a longer file is known.
-            size: Of the whole file.
+            buffers: Room for that; one byte more if the file has to end there.
+            start: Offset in the file.
+            size: How much is expected.
         """
         descriptor = self.open_cached(name, _READ_ADDRESS)
         if descriptor < 0:
             return False
         try:
-            return is_cached(descriptor, size) and os.preadv(descriptor, buffers, 0, os.RWF_NOWAIT) == size
+            return (
+                is_cached(descriptor, start, size)
+                and os.preadv(descriptor, buffers, start, os.RWF_NOWAIT) == size
+            )
         except OSError:
             return False
         finally:
@@ -124,9 +128,9 @@ class PromptDirectory:
         return int(_openat2(_SYS_OPENAT2, self._descriptor, name.encode(), how, ctypes.sizeof(_OpenHow)))
 
 
-def is_cached(descriptor: int, size: int) -> bool:
-    """Tell whether the first `size` bytes of a file are in the page cache; False if nobody can tell."""
+def is_cached(descriptor: int, start: int, size: int) -> bool:
+    """Tell whether `size` bytes of a file from `start` on are in the page cache; False if nobody can tell."""
     found = _CacheStat()
-    wanted = _CacheStatRange(0, size)
+    wanted = _CacheStatRange(start, size)
     failed = _cachestat(_SYS_CACHESTAT, descriptor, ctypes.addressof(wanted), ctypes.addressof(found), 0)
     return not failed and int(found.cached) * mmap.PAGESIZE >= size

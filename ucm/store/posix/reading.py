@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Of a block smaller than that, the page cache's read-ahead is one request as well.
 DIRECT_BYTES = 128 * 1024
 # Offsets and lengths of direct reads; no device in use asks for more.
-_ALIGNMENT = 4096
+ALIGNMENT = 4096
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -53,7 +53,7 @@ class DirectReads:
 
     def probe(self, descriptor: int) -> None:
         """Find out by a file that has just been written."""
-        with memoryview(mmap.mmap(-1, _ALIGNMENT)) as room:
+        with memoryview(mmap.mmap(-1, ALIGNMENT)) as room:
             try:
                 set_direct(descriptor, True)
                 os.preadv(descriptor, [room], 0)
@@ -75,10 +75,10 @@ class DirectReads:
             )
 
 
-def read_in_place(descriptor: int, buffers: Sequence[memoryview], flags: int) -> int:
-    """Read from the start what can be had at once, which may be nothing; return how many bytes."""
+def read_in_place(descriptor: int, buffers: Sequence[memoryview], start: int, flags: int) -> int:
+    """Read from offset `start` what can be had at once, which may be nothing; return how many bytes."""
     try:
-        return os.preadv(descriptor, buffers, 0, flags)
+        return os.preadv(descriptor, buffers, start, flags)
     except BlockingIOError:
         return 0
     except OSError as exc:
@@ -90,21 +90,24 @@ def read_in_place(descriptor: int, buffers: Sequence[memoryview], flags: int) ->
 def read_buffered(
     descriptor: int,
     buffers: Sequence[memoryview],
+    start: int,
     done: int,
     lease: HostLease,
     bounce: memoryview,
     *,
     flags: int = 0,
 ) -> int:
-    """Go on at offset `done`; return the offset reached at the end of the file or of the buffers.
+    """Go on after `done` bytes of the buffers, which begin at offset `start` of the file.
 
-    With `RWF_NOWAIT` as flags, that is where data would have to be waited for.
+    Returns:
+        How many are done at the end of the file or of the buffers; with `RWF_NOWAIT` as
+        flags, also where data would have to be waited for.
     """
     total = sum(buffer.nbytes for buffer in buffers)
     while done < total:
         piece = bounce[: total - done]
         try:
-            count = os.preadv(descriptor, [piece], done, flags)
+            count = os.preadv(descriptor, [piece], start + done, flags)
         except BlockingIOError:
             break
         if not count:
@@ -116,20 +119,27 @@ def read_buffered(
 
 
 def read_direct(
-    descriptor: int, buffers: Sequence[memoryview], done: int, lease: HostLease, bounce: memoryview
+    descriptor: int,
+    buffers: Sequence[memoryview],
+    start: int,
+    done: int,
+    lease: HostLease,
+    bounce: memoryview,
 ) -> int:
-    """Do the same around the page cache, from the aligned offset before `done`, up to the first short read.
+    """Do the same around the page cache, from the aligned offset before that, up to the first short read.
+
+    `start` has to be aligned.
 
     Raises:
         OSError: EINVAL if the file system cannot do it.
     """
     total = sum(buffer.nbytes for buffer in buffers)
-    done -= done % _ALIGNMENT
+    done -= done % ALIGNMENT
     set_direct(descriptor, True)
     while done < total:
         wanted = total - done
-        piece = bounce[: wanted + -wanted % _ALIGNMENT]
-        count = os.preadv(descriptor, [piece], done)
+        piece = bounce[: wanted + -wanted % ALIGNMENT]
+        count = os.preadv(descriptor, [piece], start + done)
         with lease:
             scatter(piece[: min(count, wanted)], buffers, done)
         done += min(count, wanted)

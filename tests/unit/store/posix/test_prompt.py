@@ -184,12 +184,12 @@ def test_what_is_no_block_file_is_left_to_the_workers(tmp_path: Path, change: Ca
     prompt, name = PromptDirectory(str(tmp_path / SPEC.namespace)), name_of(tmp_path, 1)
     room = [memoryview(bytearray(SIZE + 1))]
     assert prompt.is_stored(name, (SIZE,))
-    assert prompt.read(name, room, SIZE)
+    assert prompt.read(name, room, 0, SIZE)
 
     change(path_of(tmp_path, 1))
 
     assert not prompt.is_stored(name, (SIZE,))
-    assert not prompt.read(name, room, SIZE)
+    assert not prompt.read(name, room, 0, SIZE)
 
 
 @pytest.mark.usefixtures("store")
@@ -202,19 +202,19 @@ def test_a_file_that_is_only_partly_cached_is_left_to_the_workers(tmp_path: Path
     path, size = tmp_path / "file", 8 << 20
     path.write_bytes(bytes(size))
     prompt, room = PromptDirectory(str(tmp_path)), [memoryview(bytearray(size + 1))]
-    if not prompt.read("file", room, size):
+    if not prompt.read("file", room, 0, size):
         pytest.skip("this kernel or file system cannot tell what it has in its caches")
     drop_from_the_page_cache(path, size // 2)
-    assert not prompt.read("file", room, size)
+    assert not prompt.read("file", room, 0, size)
 
 
 @pytest.mark.usefixtures("store")
 def test_looking_for_cached_data_reads_nothing_ahead(tmp_path: Path) -> None:
     drop_from_the_page_cache(path_of(tmp_path, 1))
     prompt = PromptDirectory(str(tmp_path / SPEC.namespace))
-    assert not prompt.read(name_of(tmp_path, 1), [memoryview(bytearray(SIZE + 1))], SIZE)
+    assert not prompt.read(name_of(tmp_path, 1), [memoryview(bytearray(SIZE + 1))], 0, SIZE)
     with path_of(tmp_path, 1).open("rb") as file:
-        assert not is_cached(file.fileno(), 1)
+        assert not is_cached(file.fileno(), 0, 1)
 
 
 def test_in_memory_even_a_dump_and_a_miss_take_no_worker(memory: Path, batches: list[int]) -> None:

@@ -246,7 +246,7 @@ def test_a_direct_read_may_begin_anywhere(tmp_path: Path) -> None:
     require_direct(store)
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
     bounce = file_io.Scratch().bounce[:4096]
-    assert read_direct(descriptor, [room[:3333], room[3333:]], 5000, HostLease(), bounce) == 10_001
+    assert read_direct(descriptor, [room[:3333], room[3333:]], 0, 5000, HostLease(), bounce) == 10_001
     assert bytes(room[:10_001]) == data
     os.close(descriptor)
     store.close()

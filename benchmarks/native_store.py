@@ -3,15 +3,13 @@
 
 Its wheel brings another top-level package `ucm`, hundreds of threads and messages on stdout, so it never
 shares an interpreter with ours. The parent starts this module with the wheel's directory first on PYTHONPATH
-and names one phase at a time; memory, timing and checks are the same as on the parent's side.
+and names one phase at a time.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.block_work import BlockWork
-from benchmarks.pairs import Contestant, expect
+from benchmarks.remote import REPOSITORY, RemoteContestant, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-READY = "ready"
 
-
-class NativeProcess(Contestant):
-    """The parent's side: asks the other process, which takes the time.
+class NativeProcess(RemoteContestant):
+    """The parent's side.
 
     Args:
         wheel: Directory that the native wheel is installed in (`pip install --target`).
@@ -44,49 +39,17 @@ class NativeProcess(Contestant):
     def __init__(
         self, wheel: Path, directory: Path, page_bytes: int, count: int, *, io_direct: bool = False
     ) -> None:
-        near, far = socket.socketpair()
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "benchmarks.native_store"),
-                *(str(directory), str(page_bytes), str(count), str(int(io_direct)), str(far.fileno())),
-            ],
-            stdout=subprocess.DEVNULL,
-            pass_fds=[far.fileno()],
-            env=os.environ
+        super().__init__(
+            self.name,
+            "benchmarks.native_store",
+            [str(directory), str(page_bytes), str(count), str(int(io_direct))],
+            os.environ
             | {
                 "PYTHONPATH": os.pathsep.join([str(wheel), str(REPOSITORY)]),
                 "UCM_LOG_TO_FILE": "0",
                 "UCM_LOG_LEVEL": "off",
             },
         )
-        far.close()
-        self._stream = near.makefile("rw")
-        expect(self._reply(), READY, "native store")
-
-    def timed(self, phase: str, round_number: int) -> float:
-        """Have one phase done."""
-        return float(self._ask(f"{round_number} {phase}"))
-
-    def finish(self, round_number: int) -> None:
-        """Have the round's blocks removed."""
-        self._ask(f"{round_number}")
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        self._stream.close()
-
-    def _ask(self, command: str) -> str:
-        self._stream.write(f"{command}\n")
-        self._stream.flush()
-        return self._reply()
-
-    def _reply(self) -> str:
-        line = self._stream.readline()
-        if not line:
-            raise RuntimeError("the native store's process has ended, see above")
-        return line.strip()
 
 
 class NativeWork(BlockWork):
@@ -135,18 +98,7 @@ def main() -> None:
     """Serve the parent until it goes away."""
     directory, page_bytes, count, io_direct, descriptor = sys.argv[1:]
     work = NativeWork(Path(directory), int(page_bytes), int(count), io_direct=io_direct == "1")
-    with socket.socket(fileno=int(descriptor)).makefile("rw") as stream:
-        answer: object = READY
-        while True:
-            stream.write(f"{answer}\n")
-            stream.flush()
-            round_number, _, phase = stream.readline().strip().partition(" ")
-            if not round_number:
-                return
-            if phase:
-                answer = work.timed(phase, int(round_number))
-            else:
-                work.finish(int(round_number))
+    serve(work, int(descriptor))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent
 SGLANG = "0.5.23"
 ENVIRONMENT = REPOSITORY / ".nox" / f"sglang-{SGLANG}"
 NATIVE_PACKAGE = REPOSITORY / ".nox" / "native-ucm"
+RIVAL_PACKAGES = REPOSITORY / ".nox" / "rival-packages"
 
 
 @nox.session(venv_backend="none")
@@ -113,10 +114,10 @@ def serve(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def bench(session: nox.Session) -> None:
-    """Compare with SGLang's `file` backend and with plain files; see benchmarks/README.md."""
+    """Compare with other backends and with plain files; `-- rivals` runs one; see benchmarks/README.md."""
     plotting = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "bench")
     _run(session, "-m", "pip", "install", "--quiet", *plotting)
-    _run(session, "-m", "benchmarks", *session.posargs)
+    _run(session, "-m", "benchmarks", "--packages", str(RIVAL_PACKAGES), *session.posargs)
 
 
 @nox.session(reuse_venv=True)

@@ -46,13 +46,22 @@ def main() -> int:
         help="where to store, may be repeated; default: one in memory and one on disk",
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="of `pools`: just models with TEXT in their name"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="of `pools`: just models, of `rivals`: just backends, with TEXT in their name",
     )
     parser.add_argument(
         "--native",
         type=Path,
         metavar="DIR",
         help="of `store` and `cold`: where the native wheel is (pip install --target DIR --no-deps)",
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        metavar="DIR",
+        help="of `rivals`: where other backends' packages are installed and kept; default: a temporary one",
     )
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="where results are written"
@@ -136,6 +145,21 @@ def _native(arguments: argparse.Namespace) -> Iterator[Path]:
         yield arguments.native or Path(temporary)
 
 
+def _rivals(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import page_sets, rivals
+
+    chosen = [rival for rival in rivals.RIVALS if arguments.only.lower() in rival.name.lower()]
+    with tempfile.TemporaryDirectory() as temporary:
+        return rivals.measure(
+            directories,
+            packages=arguments.packages or Path(temporary),
+            rivals=chosen,
+            page_sets=page_sets.PAGE_SETS[1:2] if arguments.quick else page_sets.PAGE_SETS,
+            budget_s=0.0,
+            idle_s=1.0 if arguments.quick else 10.0,
+        )
+
+
 def _idle(directories: list[Path], arguments: argparse.Namespace) -> Report:
     from benchmarks import idle
 
@@ -153,6 +177,7 @@ BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "idle": _idle,
     "store": _store,
     "cold": _cold,
+    "rivals": _rivals,
 }
 
 

@@ -44,14 +44,32 @@ class Backend:
     """One storage backend with all pools of a model registered.
 
     The primary KV moves through SGLang's own page functions: those of the generic interface for `file`, the
-    zero-copy ones for ours.
+    zero-copy ones for all others.
+
+    Args:
+        name: Of the backend.
+        pools: Of the model.
+        directory: Where it stores.
+        is_mla: Whether the primary KV is the same on every rank.
+        settings: What selects the backend, see `backend_settings`, which knows `ours` and `file`.
+        model_name: Models of different geometry need different names.
     """
 
-    def __init__(self, name: str, pools: HostPools, directory: Path, *, is_mla: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        pools: HostPools,
+        directory: Path,
+        *,
+        is_mla: bool,
+        settings: tuple[str, dict[str, object]] | None = None,
+        model_name: str = "benchmark/model",
+    ) -> None:
         self.name = name
         self._directory = directory
         self._pools = pools
-        self._backend = _create(name, pools, directory, is_mla=is_mla)
+        registered, extra_config = settings or backend_settings(name, directory)
+        self._backend = _create(registered, extra_config, pools, is_mla=is_mla, model_name=model_name)
         self._backend.register_mem_pool_host(pools.anchor)
         for entry in pools.group.entries:
             self._backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
@@ -59,7 +77,7 @@ class Backend:
         self._controller = SimpleNamespace(
             storage_backend=self._backend, storage_host_pool=pools.anchor, page_size=pools.anchor.page_size
         )
-        is_generic = name == FILE
+        is_generic = registered == FILE
         self._page_get: Any = (
             HiCacheController._generic_page_get if is_generic else HiCacheController._page_get_zero_copy
         )
@@ -135,8 +153,9 @@ def backend_settings(name: str, directory: Path) -> tuple[str, dict[str, object]
     }
 
 
-def _create(name: str, pools: HostPools, directory: Path, *, is_mla: bool) -> Any:
-    registered, extra_config = backend_settings(name, directory)
+def _create(
+    registered: str, extra_config: dict[str, object], pools: HostPools, *, is_mla: bool, model_name: str
+) -> Any:
     config = HiCacheStorageConfig(
         tp_rank=0,
         tp_size=1,
@@ -147,7 +166,7 @@ def _create(name: str, pools: HostPools, directory: Path, *, is_mla: bool) -> An
         is_mla_model=is_mla,
         enable_storage_metrics=False,
         is_page_first_layout=True,
-        model_name="benchmark/model",
+        model_name=model_name,
         extra_config=extra_config,
     )
     return StorageBackendFactory.create_backend(registered, config, pools.anchor)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.backends import OURS
+from benchmarks.page_sets import LIMIT_PHASES, PAGE_SETS
+from benchmarks.processes import resident_bytes
+from benchmarks.results import write_report
+from benchmarks.rival_packages import RivalMissingError
+from benchmarks.rivals import RIVALS, Rival, Setup, _is_measured, measure
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALLEST = PAGE_SETS[1]
+
+
+def missing(*_: object) -> Setup:
+    raise RivalMissingError("it needs a moon")
+
+
+def broken(*_: object) -> Setup:
+    return Setup(environment={"PYTHONPATH": ""})
+
+
+def test_what_does_not_run_is_left_out_and_the_others_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = next(rival for rival in RIVALS if rival.name == "memcpy")
+    rivals = [Rival(name="far", prepare=missing), Rival(name="broken", prepare=broken), memory]
+    report = measure(
+        [tmp_path], packages=tmp_path, rivals=rivals, page_sets=[SMALLEST], budget_s=0.0, idle_s=0.1
+    )
+    write_report(report, tmp_path / "results")
+
+    assert report.verdicts[1] == "Left out: far: it needs a moon"
+    assert "Left out: broken: broken: " in report.verdicts[2]
+    assert "No module" in report.verdicts[2]
+    costs, glance, comparisons = report.tables
+    assert [row[0] for row in costs.rows] == [OURS, "memcpy"]
+    assert glance.columns == ["storage / pages / call", "memcpy"]
+    assert [row[2] for row in comparisons.rows] == list(LIMIT_PHASES)
+    assert "it needs a moon" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "is_first", "expected"),
+    [
+        ("file", "tmpfs", True, True),
+        ("file", "ext4", False, True),
+        ("nixl direct", "tmpfs", True, False),
+        ("nixl direct", "ext4", False, True),
+        ("mooncake TCP", "tmpfs", True, True),
+        ("mooncake TCP", "ext4", False, False),
+    ],
+)
+def test_a_rival_is_measured_where_it_makes_a_difference(
+    name: str, storage: str, is_first: bool, expected: bool
+) -> None:
+    rival = next(rival for rival in RIVALS if rival.name == name)
+    assert _is_measured(rival, storage, is_first=is_first) is expected
+
+
+def test_resident_memory_is_what_has_been_touched() -> None:
+    size = 64 << 20
+    before = resident_bytes(os.getpid())
+    with mmap.mmap(-1, size) as memory:
+        reserved = resident_bytes(os.getpid())
+        memory[:] = bytes(size)
+        touched = resident_bytes(os.getpid())
+    assert reserved - before < size // 2
+    assert touched - before >= size

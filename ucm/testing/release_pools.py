@@ -278,6 +278,14 @@ def start_ranks(rendezvous: Path) -> Any:  # noqa: ANN401
 
 _published = ExitStack()
 
+_SEVERAL_POOLS = "mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
+_ANCHOR_ONLY = "managers.cache_controller:HiCacheController"
+
+
+def has_controller_of_several_pools() -> bool:
+    """Tell whether this release has a second controller for models with several pools (from 0.5.10)."""
+    return find(_SEVERAL_POOLS) is not None
+
 
 class ReleaseController:
     """A storage controller of this release over some pools, driven through its queues."""
@@ -400,14 +408,20 @@ def _next(source: Any, deadline: float) -> Any:  # noqa: ANN401
 
 
 @contextmanager
-def release_controller(pools: ReleasePools, rendezvous: Path) -> Iterator[ReleaseController]:
-    """Run this release's controller of models with several pools, without a storage backend yet."""
-    cls = find("mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController")
-    has_groups = cls is not None
-    cls = cls or find("managers.cache_controller:HiCacheController")
+def release_controller(
+    pools: ReleasePools, rendezvous: Path, *, several_pools: bool
+) -> Iterator[ReleaseController]:
+    """Run one of this release's two controllers, without a storage backend yet.
+
+    Args:
+        pools: What it moves.
+        rendezvous: A file in which the ranks of this process meet.
+        several_pools: Run the controller of models with several pools, or the one that moves the anchor only.
+    """
+    cls = find(_SEVERAL_POOLS if several_pools else _ANCHOR_ONLY)
     arguments = {
         "token_to_kv_pool_allocator": SimpleNamespace(get_kvcache=lambda: pools.device),
-        "mem_pool_host": pools.group() if has_groups else pools.anchor,
+        "mem_pool_host": pools.group() if several_pools else pools.anchor,
         "page_size": pools.anchor.page_size,
         "tp_group": start_ranks(rendezvous),
         "load_cache_event": threading.Event(),

@@ -47,13 +47,35 @@ def rendezvous(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def controller(pools: Callable[..., ReleasePools], rendezvous: Path) -> Iterator[ReleaseController]:
-    """A controller over KV and, where there are such pools, linear-attention states; without storage yet."""
-    from ucm.testing.release_pools import build_pools, release_controller
+def plain_controller(pools: Callable[..., ReleasePools], rendezvous: Path) -> Iterator[ReleaseController]:
+    """The controller of models with KV only; without storage yet."""
+    from ucm.testing.release_pools import release_controller
 
-    built = build_pools("mamba", "page_first") or build_pools("mamba", "page_first_direct") or pools("mha")
-    with release_controller(built, rendezvous) as running:
+    with release_controller(pools("mha"), rendezvous, several_pools=False) as running:
         yield running
+
+
+@pytest.fixture
+def hybrid_controller(rendezvous: Path) -> Iterator[ReleaseController]:
+    """The controller of models with several pools, over KV and linear-attention states; no storage yet."""
+    from ucm.testing.release_pools import build_pools, has_controller_of_several_pools, release_controller
+
+    if not has_controller_of_several_pools():
+        pytest.skip("this SGLang has one controller only")
+    built = build_pools("mamba", "page_first") or build_pools("mamba", "page_first_direct")
+    assert built
+    with release_controller(built, rendezvous, several_pools=True) as running:
+        yield running
+
+
+@pytest.fixture
+def controller(request: pytest.FixtureRequest) -> ReleaseController:
+    """The controller that has to do with the most pools."""
+    from ucm.testing.release_pools import has_controller_of_several_pools
+
+    name = "hybrid_controller" if has_controller_of_several_pools() else "plain_controller"
+    running: ReleaseController = request.getfixturevalue(name)
+    return running
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 
 from ucm.integration.sglang.unifiedcache_store import UnifiedCacheStore
-from ucm.testing.release_pools import find
+from ucm.testing.release_pools import build_pools, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,25 +49,29 @@ def parsed_backend(name: str) -> str:
     return str(arguments.hicache_storage_backend)
 
 
+def resolved(**wanted: object) -> Any:  # noqa: ANN401 # Server arguments.
+    """Resolve server arguments for HiCache as a server does when it starts."""
+    wanted = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, **wanted}
+    handle = find("arg_groups.hicache_hook:handle_hicache")
+    if handle is not None:
+        arguments = ServerArgs(model_path="m", **wanted)
+        handle(arguments)
+        return find("arg_groups.overrides:resolving_view")(arguments)
+    if not hasattr(ServerArgs, "_resolve_storage_layout_compatibility"):
+        pytest.skip("this SGLang resolves all of HiCache in one step: tests/releases/test_hiradix_cache.py")
+    # Its constructor would resolve everything else as well, and wants a model for that.
+    arguments = object.__new__(ServerArgs)
+    vars(arguments).update(wanted)
+    arguments._handle_hicache()
+    return arguments
+
+
 def resolved_layout(backend: str, io_backend: str) -> str:
     """Resolve server arguments that ask for layer_first; returns the layout they end up with."""
-    wanted = {
-        "hicache_mem_layout": "layer_first",
-        "hicache_io_backend": io_backend,
-        "hicache_storage_backend": backend,
-    }
-    resolve = find("arg_groups.hicache_hook:resolve_storage_layout_compatibility")
-    if resolve is None:
-        if not hasattr(ServerArgs, "_resolve_storage_layout_compatibility"):
-            pytest.skip(
-                "this SGLang resolves all of HiCache in one step: tests/releases/test_hiradix_cache.py"
-            )
-        arguments = SimpleNamespace(**wanted)
-        ServerArgs._resolve_storage_layout_compatibility(arguments)
-        return str(arguments.hicache_mem_layout)
-    arguments = ServerArgs(model_path="m", enable_hierarchical_cache=True, hicache_ratio=2.0, **wanted)
-    resolve(arguments)
-    return str(find("arg_groups.overrides:resolving_view")(arguments).hicache_mem_layout)
+    arguments = resolved(
+        hicache_mem_layout="layer_first", hicache_io_backend=io_backend, hicache_storage_backend=backend
+    )
+    return str(arguments.hicache_mem_layout)
 
 
 def test_the_command_line_accepts_unifiedcache() -> None:
@@ -119,6 +123,28 @@ def test_layer_first_becomes_a_page_first_layout(io_backend: str) -> None:
 
 def test_layer_first_stays_for_other_backends() -> None:
     assert resolved_layout("file", "kernel") == "layer_first"
+
+
+@pytest.mark.parametrize("io_backend", IO_BACKENDS)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_linear_attention_states_get_a_layout_that_their_pool_takes(layout: str, io_backend: str) -> None:
+    arguments = resolved(
+        hicache_mem_layout=layout,
+        hicache_io_backend=io_backend,
+        hicache_storage_backend=BACKEND,
+        uses_mamba_radix_cache=True,  # As SGLang derives it from the model's architecture.
+    )
+
+    assert build_pools("mamba", arguments.hicache_mem_layout) is not None
+    assert IO_BACKENDS[arguments.hicache_io_backend] == arguments.hicache_mem_layout
+
+
+def test_page_first_stays_for_models_without_such_states() -> None:
+    arguments = resolved(
+        hicache_mem_layout="page_first", hicache_io_backend="kernel", hicache_storage_backend=BACKEND
+    )
+
+    assert (arguments.hicache_mem_layout, arguments.hicache_io_backend) == ("page_first", "kernel")
 
 
 def test_every_rank_writes_its_own_draft_pages(

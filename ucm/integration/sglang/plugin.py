@@ -99,22 +99,27 @@ def accept_on_the_command_line(_result: None, parser: argparse.ArgumentParser) -
 
 @_harmless
 def switch_to_page_first(_result: None, server_args: ServerArgs) -> None:
-    """Replace the layer_first host layout, in which a page is not contiguous."""
+    """Replace a host layout that the model's pools, or we, do not work with."""
     from ucm.integration.sglang import sglang_compat
 
     settings = sglang_compat.resolved_arguments(server_args)
-    if settings.hicache_storage_backend != BACKEND or settings.hicache_mem_layout != "layer_first":
+    if settings.hicache_storage_backend != BACKEND:
         return
     # Other I/O backends have no such layout; attaching will refuse them.
-    layout = {"direct": "page_first_direct", "kernel": "page_first"}.get(settings.hicache_io_backend)
-    if layout is not None:
-        sglang_compat.resolve_layout(server_args, layout)
+    layouts = {"direct": "page_first_direct", "kernel": "page_first"}
+    unsuitable = ["layer_first"]
+    if sglang_compat.needs_page_first_direct(settings):
+        layouts["kernel"] = "page_first_direct"
+        unsuitable.append("page_first")
+    layout = layouts.get(settings.hicache_io_backend)
+    if settings.hicache_mem_layout in unsuitable and layout is not None:
         logger.warning(
-            "%s does not work with the layer_first layout; using %s, as the io backend is %s",
+            "%s does not work with the %s layout of this model's host pools; using %s",
             BACKEND,
-            layout,
-            settings.hicache_io_backend,
+            settings.hicache_mem_layout,
+            "page_first_direct and direct I/O" if layout == "page_first_direct" else layout,
         )
+        sglang_compat.resolve_layout(server_args, layout)
 
 
 def construct(

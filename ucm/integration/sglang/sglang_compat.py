@@ -276,21 +276,43 @@ def layout_resolver() -> str:
 
 
 def resolved_arguments(server_args: ServerArgs) -> ServerArgs:
-    """Return the server's arguments as SGLang has resolved them so far."""
-    if not _has_module(_LAYOUT_HOOKS):
-        return server_args
-    view: ServerArgs = import_module(_OVERRIDES).resolving_view(server_args)
-    return view
+    """Return the server's arguments as SGLang has resolved them so far; from 0.5.15 a view shows that."""
+    overrides = _optional_module(_OVERRIDES)
+    view = getattr(overrides, "resolving_view", None) or getattr(overrides, "resolved_view", None)
+    return server_args if view is None else cast("ServerArgs", view(server_args))
+
+
+def needs_page_first_direct(settings: ServerArgs) -> bool:
+    """Tell whether the model has linear-attention states, and SGLang no other host layout for them.
+
+    That is so in 0.5.14 and 0.5.15. Asked is the constructor of their host pool: it looks at the layout
+    before it looks at the device pool, of which there is none here.
+    """
+    if not getattr(settings, "uses_mamba_radix_cache", False):
+        return False
+    pools = _optional_module(f"{_SGLANG}.mem_cache.memory_pool_host")
+    state_pool = getattr(pools, "MambaPoolHost", None)
+    if state_pool is None:
+        return False
+    try:
+        state_pool(None, 1.0, 0, layout="page_first")
+    except ValueError:
+        return True
+    except (AttributeError, TypeError):  # It has come as far as the device pool.
+        return False
+    return False
 
 
 def resolve_layout(server_args: ServerArgs, layout: str) -> None:
-    """Replace `--hicache-mem-layout`."""
+    """Replace `--hicache-mem-layout`, and `--hicache-io-backend` where that layout has one only."""
+    resolved = {"hicache_mem_layout": layout}
+    if layout == "page_first_direct":
+        resolved["hicache_io_backend"] = "direct"
     if _has_module(_LAYOUT_HOOKS):
-        import_module(_OVERRIDES).declare_resolution(
-            server_args, "switch_to_page_first", hicache_mem_layout=layout
-        )
-    else:
-        server_args.hicache_mem_layout = layout
+        import_module(_OVERRIDES).declare_resolution(server_args, "switch_to_page_first", **resolved)
+        return
+    for name, value in resolved.items():
+        setattr(server_args, name, value)
 
 
 def draft_registration() -> str | None:

@@ -8,10 +8,11 @@ back the same bytes.
     python scripts/check_patches.py                   # all releases; their wheels are downloaded once
     python scripts/check_patches.py --contract        # and the contract tests on each: some minutes
     python scripts/check_patches.py 0.5.23 --wheel sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl
-    python scripts/check_patches.py 0.5.23 --needed   # each patch's test must fail without the patch
+    python scripts/check_patches.py 0.5.23 --needed   # each patch's test must fail without the patch; or all
 
 The contract tests (`tests/releases/contract`) run on a patched copy of the release, with what this Python's
 environment has besides; those of the backend's name once more on the release as it is, with our plugin.
+Several releases are checked at the same time.
 """
 
 # A command prints.
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,11 +55,14 @@ NAMED_BACKEND = f"{CONTRACT}/test_named_backend.py"
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print one line a release and one a problem, and return the exit status."""
     arguments = _parse_arguments(argv)
-    rows: list[Row] = []
-    failures = sum(not _is_good(version, arguments, rows) for version in arguments.versions)
-    if arguments.matrix and not failures:
-        release_matrix.write(arguments.matrix, rows)
-    return 1 if failures else 0
+    with ThreadPoolExecutor(arguments.jobs) as executor:
+        checks = [executor.submit(_check, version, arguments) for version in arguments.versions]
+    rows = [check.result() for check in checks]
+    if None in rows:
+        return 1
+    if arguments.matrix:
+        release_matrix.write(arguments.matrix, [row for row in rows if row is not None])
+    return 0
 
 
 def check_tests_exist(patch_set: PatchSet) -> None:
@@ -131,28 +136,31 @@ def _require_success(result: subprocess.CompletedProcess[str]) -> None:
 
 
 def check_needed(patch_set: PatchSet) -> None:
-    """Check that each patch's test passes with the patches, and fails without its own.
+    """Check that the tests of the patches pass with all of them, and that each fails without its own.
 
     Raises:
-        PatchingError: It does not.
+        PatchingError: One does not.
     """
-    for patch in patch_set.patches:
-        test = patch.header["Test"]
-        _run_test(patch_set.version, test, without="", expected=0)
+    tests = {patch.name: patch.header["Test"] for patch in patch_set.patches}
+    contract = {test for test in tests.values() if test.startswith(CONTRACT)}
+    for together in (contract, set(tests.values()) - contract):
+        if together:
+            _run_tests(patch_set.version, sorted(together), without="", expected=0)
+    for name, test in tests.items():
         # 1 is pytest's status for failing tests; others say that it could not run them.
-        _run_test(patch_set.version, test, without=patch.name, expected=1)
-        print(f"SGLang {patch_set.version}: {patch.name} is needed", flush=True)
+        _run_tests(patch_set.version, [test], without=name, expected=1)
+        print(f"SGLang {patch_set.version}: {name} is needed", flush=True)
 
 
-def _run_test(version: str, test: str, *, without: str, expected: int) -> None:
-    if test.startswith(CONTRACT):
+def _run_tests(version: str, tests: list[str], *, without: str, expected: int) -> None:
+    if tests[0].startswith(CONTRACT):
         with tempfile.TemporaryDirectory() as directory:
             result = run_contract_tests(
-                unpack_patched_release(version, Path(directory), without=without), [test]
+                unpack_patched_release(version, Path(directory), without=without), tests
             )
     else:
         result = subprocess.run(  # The command is ours.
-            [sys.executable, "-m", "pytest", "-q", test],
+            [sys.executable, "-m", "pytest", "-q", *tests, "-k", version],
             cwd=REPOSITORY,
             env={**os.environ, WITHOUT_PATCH: without},
             capture_output=True,
@@ -161,31 +169,31 @@ def _run_test(version: str, test: str, *, without: str, expected: int) -> None:
         )
     if result.returncode != expected:
         raise PatchingError(
-            f"{shlex.quote(test)} on SGLang {version} without {without or 'nothing'} returned "
+            f"{shlex.join(tests)} on SGLang {version} without {without or 'nothing'} returned "
             f"{result.returncode}, expected {expected}:\n{result.stdout[-2000:]}"
         )
 
 
-def _is_good(version: str, arguments: argparse.Namespace, rows: list[Row]) -> bool:
+def _check(version: str, arguments: argparse.Namespace) -> Row | None:
+    """Make the checks asked for on one release, and print what they say; None if one fails."""
     start = time.monotonic()
+    row = Row(version, (), {}, {})
     try:
         patch_set = PatchSet.read(patch_sets_directory() / version)
         check_tests_exist(patch_set)
         check_release(patch_set, _package(version, arguments.wheel, arguments.tree))
+        report = f"SGLang {version}: {len(patch_set.patches)} patches, {len(patch_set.paths)} files: good"
         if arguments.contract or arguments.matrix:
             check_contract_text(version)
-            rows.append(check_contract(version))
+            row = check_contract(version)
+            report += f"\n    contract tests: {row.summary()} ({time.monotonic() - start:.0f} s)"
         if arguments.needed:
             check_needed(patch_set)
     except PatchingError as error:
         print(f"SGLang {version}: {error}", file=sys.stderr)
-        return False
-    print(
-        f"SGLang {version}: {len(patch_set.patches)} patches, {len(patch_set.paths)} files: good", flush=True
-    )
-    if rows and rows[-1].version == version:
-        print(f"    contract tests: {rows[-1].summary()} ({time.monotonic() - start:.0f} s)", flush=True)
-    return True
+        return None
+    print(report, flush=True)
+    return row
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -202,13 +210,19 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--matrix", type=Path, metavar="FILE", help="run them on all releases and write what they show"
     )
     parser.add_argument("--needed", action="store_true", help="also run each patch's test without the patch")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=min(4, os.cpu_count() or 1),
+        help="releases to check at the same time (default: one a core, here %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.versions) - set(supported):
         parser.error(
             f"no patches for {', '.join(sorted(unknown))}; there are patches for {', '.join(supported)}"
         )
-    if (arguments.wheel or arguments.tree or arguments.needed) and len(arguments.versions) != 1:
-        parser.error("--wheel, --tree and --needed want exactly one VERSION")
+    if (arguments.wheel or arguments.tree) and len(arguments.versions) != 1:
+        parser.error("--wheel and --tree want exactly one VERSION")
     if arguments.matrix and arguments.versions:
         parser.error("--matrix is about all releases")
     arguments.versions = arguments.versions or supported

@@ -3,36 +3,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ucm.patching.contract import contract
 from ucm.patching.patch_set import patch_sets_directory, supported_versions
+from ucm.testing.repository_script import load_script
 from ucm.testing.sglang_release import release_wheel
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONTRACTS = REPOSITORY / "contracts" / "sglang"
 
-
-def load_script() -> ModuleType:
-    script = REPOSITORY / "scripts" / "new_release.py"
-    spec = importlib.util.spec_from_file_location("new_release", script)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-new_release: Any = load_script()
+new_release = load_script("new_release")
 
 
 @pytest.fixture

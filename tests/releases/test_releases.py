@@ -3,37 +3,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ucm.patching.patch_set import patch_sets_directory, supported_versions
+from ucm.testing.repository_script import load_script
 from ucm.testing.sglang_release import CONTRACT, run_contract_tests, unpack_patched_release
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = supported_versions(patch_sets_directory())
 
 # One for each protocol of SGLang's storage threads: host pages before the lookup, after it, and acknowledged.
 CONTRACT_VERSIONS = ["0.5.10.post1", "0.5.18", "0.5.21"]
 
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "check_patches", REPOSITORY / "scripts" / "check_patches.py"
-    )
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check_patches: Any = load_script()
+check_patches = load_script("check_patches")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,29 +13,16 @@ import pytest
 from ucm.patching.errors import PatchingError
 from ucm.patching.patch_file import Hunk
 from ucm.patching.patch_set import PatchSet, patch_sets_directory, supported_versions
+from ucm.testing.repository_script import load_script
 from ucm.testing.sglang_copy import copy_patched_files, installed_patch_set
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from ucm.patching.installation import Installation
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEMORY = "srt/arg_groups/fields/memory.py"
 
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "check_patches", REPOSITORY / "scripts" / "check_patches.py"
-    )
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check_patches: Any = load_script()
+check_patches = load_script("check_patches")
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def _show(model: DemoModel, patched: Path) -> Outcome:
     deployment = CpuDeployment(
         model=checkpoint,
         selection=Selection.PATCHED,
-        patched=patched,
+        sglang=patched,
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(directory / "storage",),

@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
     deployment = CpuDeployment(
         model=checkpoint,
         selection=Selection.PLUGIN,
-        patched=None,
+        sglang=None,
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(storage.resolve(),),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sglang_cpu.tiny_models import WRITERS
 
-from ucm.testing.sglang_release import unpack_patched_release
+from ucm.testing.sglang_release import unpack_patched_release, unpack_release
 from ucm.testing.sglang_selection import patched_copy
 
 if TYPE_CHECKING:
@@ -39,3 +39,11 @@ def patched_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     if release := request.config.getoption("--sglang"):
         return unpack_patched_release(release, site_packages).package
     return patched_copy(site_packages)
+
+
+@pytest.fixture(scope="session")
+def released_sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The release that `--sglang` names, as it is; None stands for the installed one."""
+    if release := request.config.getoption("--sglang"):
+        return unpack_release(release, tmp_path_factory.mktemp("released")).package
+    return None

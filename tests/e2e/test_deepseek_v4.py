@@ -65,7 +65,9 @@ class Computed:
 
 
 @pytest.fixture(scope="module", params=["plain", "draft"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, released_sglang: Path | None
+) -> Iterator[ServedModel]:
     """The running deployment that a test is about."""
     directory = tmp_path_factory.mktemp(request.param)
     family = {"plain": "deepseek_v4", "draft": "deepseek_v4_mtp"}[request.param]
@@ -74,7 +76,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     plain = CpuDeployment(
         model=directory / "model",
         selection=Selection.PLUGIN,
-        patched=None,
+        sglang=released_sglang,
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(directory / "kv",),

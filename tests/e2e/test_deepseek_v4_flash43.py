@@ -59,7 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, patched_sglang: Path) -> It
     deployment = CpuDeployment(
         model=directory / "model",
         selection=Selection.PATCHED,
-        patched=patched_sglang,
+        sglang=patched_sglang,
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(directory / "kv",),

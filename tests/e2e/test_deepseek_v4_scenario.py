@@ -82,7 +82,7 @@ def deployment(
         return CpuDeployment(
             model=model,
             selection=Selection.PATCHED,
-            patched=patched_sglang,
+            sglang=patched_sglang,
             layout="page_first",
             chunk_tokens=-1,
             storage_roots=(directory / "kv",),
@@ -92,7 +92,7 @@ def deployment(
     return GpuDeployment(
         model=pytestconfig.getoption("--model-path"),
         selection=Selection.PATCHED,
-        patched=patched_sglang,
+        sglang=patched_sglang,
         layout="page_first",
         storage_roots=(
             # New, because an earlier run's pages would make a cold prompt warm.

@@ -84,13 +84,14 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
     qwen3_5: Path,
     patched_sglang: Path,
+    released_sglang: Path | None,
 ) -> Iterator[ServedModel]:
     """The running deployment that a test is about."""
     directory = tmp_path_factory.mktemp(request.param)
     patched = CpuDeployment(
         model=qwen3_5,
         selection=Selection.PATCHED,
-        patched=patched_sglang,
+        sglang=patched_sglang,
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(directory / "kv",),
@@ -98,6 +99,7 @@ def served(
     plugin = replace(
         patched,
         selection=Selection.PLUGIN,
+        sglang=released_sglang,
         layout="page_first_direct",
         chunk_tokens=128,
         storage_roots=(directory / "kv-a", directory / "kv-b"),
@@ -133,9 +135,11 @@ def after_restart(served: ServedModel, first_run: Validated) -> Validated:
 
 
 @pytest.fixture(scope="module")
-def replica(served: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+def replica(
+    served: ServedModel, tmp_path_factory: pytest.TempPathFactory, released_sglang: Path | None
+) -> Iterator[ServedModel]:
     """A second server on the same directory, which gets the backend by `dynamic` loading."""
-    deployment = replace(served.deployment, selection=Selection.DYNAMIC, patched=None)
+    deployment = replace(served.deployment, selection=Selection.DYNAMIC, sglang=released_sglang)
     with ServedModel(deployment, tmp_path_factory.mktemp("replica"), seed=4) as model:
         yield model
 

@@ -32,12 +32,14 @@ LOGPROB_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory, qwen3_5: Path) -> CpuDeployment:
+def deployment(
+    tmp_path_factory: pytest.TempPathFactory, qwen3_5: Path, released_sglang: Path | None
+) -> CpuDeployment:
     """The first server of the directory."""
     return CpuDeployment(
         model=qwen3_5,
         selection=Selection.PLUGIN,
-        patched=None,
+        sglang=released_sglang,
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(tmp_path_factory.mktemp("neighbours") / "kv",),

@@ -144,7 +144,9 @@ class Setting:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+def setting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, released_sglang: Path | None
+) -> Setting:
     """The model that a test is about."""
     directory = tmp_path_factory.mktemp(request.param)
     (directory / "model").mkdir()
@@ -157,7 +159,7 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         CpuDeployment(
             model=directory / "model",
             selection=Selection.PLUGIN,
-            patched=None,
+            sglang=released_sglang,
             layout=family.layout,
             chunk_tokens=-1,
             storage_roots=(directory.parent / "kv-of-all",),

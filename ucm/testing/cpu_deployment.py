@@ -44,7 +44,7 @@ class CpuDeployment(Deployment):
     def environment(self) -> dict[str, str]:
         """Return the server's whole environment."""
         environment = launch.environment() | selection_environment(
-            self.selection, patched=self.patched, other_plugins=[PLATFORM_NAME]
+            self.selection, sglang=self.sglang, other_plugins=[PLATFORM_NAME]
         )
         if self.tp > 1:
             # SGLang binds ranks to NUMA nodes otherwise, and wants as many of them as ranks.

@@ -28,7 +28,7 @@ class Deployment(ABC):
     Args:
         model: Directory of the checkpoint.
         selection: How it gets the backend.
-        patched: SGLang's patched package directory; needed for that selection only.
+        sglang: Package directory of the SGLang to serve, patched for that selection; None: the installed one.
         layout: `--hicache-mem-layout`; decides the I/O backend.
         storage_roots: Where the backend stores; created.
         storage_options: Other settings of the backend.
@@ -38,7 +38,7 @@ class Deployment(ABC):
 
     model: Path
     selection: Selection
-    patched: Path | None
+    sglang: Path | None
     layout: str
     storage_roots: tuple[Path, ...]
     storage_options: Mapping[str, object] = field(default_factory=dict)

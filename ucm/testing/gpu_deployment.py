@@ -34,6 +34,4 @@ class GpuDeployment(Deployment):
 
     def environment(self) -> dict[str, str]:
         """Return the server's whole environment."""
-        return dict(os.environ) | selection_environment(
-            self.selection, patched=self.patched, other_plugins=[]
-        )
+        return dict(os.environ) | selection_environment(self.selection, sglang=self.sglang, other_plugins=[])

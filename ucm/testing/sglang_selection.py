@@ -55,21 +55,22 @@ def backend_flags(
 
 
 def selection_environment(
-    selection: Selection, *, patched: Path | None, other_plugins: Sequence[str]
+    selection: Selection, *, sglang: Path | None, other_plugins: Sequence[str]
 ) -> dict[str, str]:
     """Return the environment in which a server can only have got the backend in this way.
 
     Args:
         selection: The way.
-        patched: What `patched_copy` returned; needed for that way only.
+        sglang: Package directory of the SGLang to serve; None: the installed one. For the first way, what
+            `patched_copy` returned.
         other_plugins: SGLang plugins to load beside ours, or instead of it.
     """
     plugins = [*other_plugins, "ucm"] if selection is Selection.PLUGIN else list(other_plugins)
     # An empty value would allow every plugin.
     environment = {"SGLANG_PLUGINS": ",".join(plugins) or "none"}
-    if selection is Selection.PATCHED:
-        if patched is None:
-            raise ValueError("a patched SGLang is needed")
-        paths = [str(patched.parent), os.environ.get("PYTHONPATH", "")]
+    if selection is Selection.PATCHED and sglang is None:
+        raise ValueError("a patched SGLang is needed")
+    if sglang is not None:
+        paths = [str(sglang.parent), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment

@@ -31,7 +31,7 @@ def gpu() -> GpuDeployment:
     return GpuDeployment(
         model=Path("/models/flash"),
         selection=Selection.PATCHED,
-        patched=Path("/tmp/patched/sglang"),
+        sglang=Path("/tmp/patched/sglang"),
         layout="page_first",
         storage_roots=(Path("/mnt/kv"),),
         extra_flags=("--mem-fraction-static", "0.8"),
@@ -45,7 +45,7 @@ def cpu(tmp_path: Path) -> CpuDeployment:
     return CpuDeployment(
         model=tmp_path,
         selection=Selection.PATCHED,
-        patched=Path("/tmp/patched/sglang"),
+        sglang=Path("/tmp/patched/sglang"),
         layout="page_first",
         chunk_tokens=-1,
         storage_roots=(Path("/mnt/kv"),),
@@ -80,7 +80,7 @@ def test_page_first_direct_is_moved_by_the_direct_backend(gpu: GpuDeployment) ->
     words = GpuDeployment(
         model=gpu.model,
         selection=Selection.PLUGIN,
-        patched=None,
+        sglang=None,
         layout="page_first_direct",
         storage_roots=gpu.storage_roots,
         tp=1,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What SGLang 0.5.19 to 0.5.21 ask for besides, told from what they have.
+"""What SGLang 0.5.19 to 0.5.21 have in other places or ask for besides, told from what they have.
 
-They serve MAMBA hybrids here, on one rank. DeepSeek V4 needs the functions of a newer release.
+They serve MAMBA hybrids here, and 0.5.21 DeepSeek V4 as well, on one rank.
 """
 
 from __future__ import annotations
@@ -16,18 +16,48 @@ if TYPE_CHECKING:
 
     import torch
 
-_V4_FUNCTIONS = "sglang.kernels.ops.attention.dsv4.norm_rope"
+_OPS = "sglang.kernels.ops"
+_NORM_ROPE = f"{_OPS}.attention.dsv4.norm_rope"
+_CACHE_LOCS = f"{_OPS}.speculative.cache_locs"
+_SPEC_TREE = f"{_OPS}.speculative.spec_tree"
+
+# Modules of SGLang 0.5.23, and where their functions were.
+_MOVED = {
+    _NORM_ROPE: f"{_OPS}.attention.dsv4.elementwise",
+    f"{_OPS}.attention.linear.fused_gdn_gating": f"{_OPS}.attention.fla.fused_gdn_gating",
+    f"{_OPS}.kvcache.dsv4_c128_cleanup": f"{_OPS}.attention.dsv4.c128_cleanup",
+}
+# Functions that were not there, or did not stand between SGLang and its kernels.
+_LATER = frozenset(
+    {
+        "sglang.srt.platforms.interface.reject_out_of_tree_path",
+        f"{_CACHE_LOCS}.assign_draft_cache_locs_contiguous_func",
+        f"{_SPEC_TREE}.build_tree_kernel_efficient_func",
+        f"{_SPEC_TREE}.verify_tree_greedy_func",
+    }
+)
 _CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 
 
 def is_older() -> bool:
     """Tell whether this SGLang is one of them."""
-    return not serves_deepseek_v4()
+    return not has_module(_NORM_ROPE)
 
 
 def serves_deepseek_v4() -> bool:
     """Tell whether this SGLang has the functions that the DeepSeek V4 family replaces."""
-    return has_module(_V4_FUNCTIONS)
+    return has_module(f"{_OPS}.gemm.bf16_fp32")
+
+
+def has(function: str) -> bool:
+    """Tell whether this SGLang has a function of SGLang 0.5.23, there or in another module."""
+    return not (is_older() and function in _LATER)
+
+
+def place(function: str) -> str:
+    """Return the dotted path that a function of SGLang 0.5.23 has in this SGLang."""
+    module, _, name = function.rpartition(".")
+    return f"{_MOVED.get(module, module)}.{name}" if is_older() else function
 
 
 def has_module(name: str) -> bool:
@@ -111,11 +141,54 @@ def decode(
     extend(seq_lens - 1, seq_lens, last_loc, free_pages, out_indices, next_power_of_2, page_size)
 
 
+def paged_allocator(size: int, *, kvcache: Any, **options: Any) -> Any:  # noqa: ANN401 # SGLang has no types.
+    """Build the allocator of a device pool's pages; a pool with a sliding window has one for that as well."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+
+    if isinstance(kvcache, BaseSWAKVPool):
+        return SWATokenToKVPoolAllocator(size, kvcache.swa_size, kvcache=kvcache, **options)
+    return PagedTokenToKVPoolAllocator(size, kvcache=kvcache, **options)
+
+
 def install() -> None:
     """Replace what these releases decide by the name of a device."""
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.mem_cache.allocator import paged
 
+    from sglang_cpu import hooks
+
     vars(paged).update(alloc_extend_kernel=_Launch(extend), alloc_decode_kernel=_Launch(decode))
+    hooks.replace("sglang.srt.utils.common.support_triton", lambda _: False)
     # It asserts one of five kinds of devices; the settings that it checks besides are the tiny models' own.
     vars(mamba_hook)["validate_mamba_extra_buffer"] = lambda *_, **__: None
+
+
+def install_deepseek_v4() -> None:
+    """Replace the kernels of speculative decoding, which later releases call by functions of their own."""
+    from sglang.srt.speculative import eagle_utils, eagle_worker_common
+
+    from sglang_cpu import hooks
+    from sglang_cpu.deepseek_v4 import speculation
+
+    hooks.replace(f"{eagle_utils.__name__}.verify_tree_greedy_func", speculation.verify_tree_greedy_func)
+    vars(eagle_utils)["sgl_build_tree_kernel_efficient"] = speculation.build_tree_kernel_efficient_func
+    vars(eagle_worker_common)["assign_draft_cache_locs_contiguous"] = _Launch(_assign_draft_cache_locs)
+
+
+def _assign_draft_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_cols: int,
+) -> None:
+    from sglang_cpu.deepseek_v4 import speculation
+
+    del pool_len
+    speculation.assign_draft_cache_locs_contiguous_func(
+        req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols
+    )

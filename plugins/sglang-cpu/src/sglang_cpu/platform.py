@@ -10,9 +10,12 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_cpu import PLATFORM_NAME, hooks
+from sglang_cpu import PLATFORM_NAME, hooks, older_releases
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     import torch
 
 
@@ -42,10 +45,12 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  
         pool: type = MHATokenToKVPool
         return pool
 
-    def get_paged_allocator_cls(self) -> type:
-        """Return SGLang's own allocator, which 0.5.19 to 0.5.21 ask the platform for."""
+    def get_paged_allocator_cls(self) -> Callable[..., Any]:
+        """Return SGLang's own allocator, which 0.5.19 to 0.5.21 ask the platform for, whatever the pool."""
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
+        if older_releases.is_older():
+            return older_releases.paged_allocator
         allocator: type = PagedTokenToKVPoolAllocator
         return allocator
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs import update_config
 
-from sglang_cpu import hooks
+from sglang_cpu import hooks, older_releases
 from sglang_cpu.deepseek_v4 import replacements, speculation
 from sglang_cpu.deepseek_v4.backend import TorchDeepseekV4Backend, TorchDeepseekV4DraftBackend
 
@@ -30,7 +30,7 @@ def install() -> None:
             replacements.fused_k_norm_rope_flashmla,
             replacements.fused_q_indexer_rope_hadamard_quant,
         ),
-        f"{_MODEL}.DeepseekV4DecoderLayerBase": (replacements.hc_pre, replacements.hc_post),
+        f"{_MODEL}.DeepseekV4DecoderLayer": (replacements.hc_pre, replacements.hc_post),
         f"{_MODEL}.DeepseekV4Model": (replacements.hc_head,),
         f"{_MODEL}_nextn.DeepseekV4ModelNextN": (replacements.hc_head,),
         f"{_MODEL}.DeepseekV4ForCausalLM": (replacements.set_embed_and_head,),
@@ -49,7 +49,9 @@ def install() -> None:
         "sglang.kernels.ops.kvcache.dsv4_c128_cleanup": (speculation.clear_unaccepted_c128_draft_states,),
     }.items():
         for function in functions:
-            hooks.replace(f"{module}.{function.__name__}", function)
+            target = f"{module}.{function.__name__}"
+            if older_releases.has(target):
+                hooks.replace(older_releases.place(target), function)
     hooks.replace(f"{_BACKENDS}.create_deepseek_v4_attn_backend", _attention_backend)
     hooks.replace(f"{_BACKENDS}.create_deepseek_v4_multistep_backend", TorchDeepseekV4DraftBackend)
     hooks.replace(
@@ -57,6 +59,8 @@ def install() -> None:
         replacements.keep_single_kv_head(update_config.adjust_config_with_unaligned_cpu_tp),
     )
     hooks.define(_MODEL, {"get_rope_wrapper": replacements.get_rope_wrapper})
+    if older_releases.is_older():
+        older_releases.install_deepseek_v4()
 
 
 def _attention_backend(model_runner: ModelRunner, **_: object) -> TorchDeepseekV4Backend:

@@ -17,19 +17,13 @@ _RECURRENT = "attention.fla.fused_recurrent"
 _PROJECTION = "attention.triton_gdn_fused_proj"
 
 
-def _gating() -> str:
-    """Name the module of the gates; until 0.5.21 it lies elsewhere."""
-    module = "attention.linear.fused_gdn_gating"
-    return module if older_releases.has_module(f"{_OPS}.{module}") else "attention.fla.fused_gdn_gating"
-
-
 def install() -> None:
     """Register the family's replacements."""
     functions: dict[str, Callable[..., Any]] = {
         "attention.fla.chunk.chunk_gated_delta_rule": delta_rule.chunk_gated_delta_rule,
         f"{_RECURRENT}.fused_recurrent_gated_delta_rule_packed_decode": delta_rule.packed_decode,
         "attention.fla.layernorm_gated.layernorm_fn": elementwise.gated_norm,
-        f"{_gating()}.fused_gdn_gating": delta_rule.gates,
+        "attention.linear.fused_gdn_gating.fused_gdn_gating": delta_rule.gates,
         f"{_PROJECTION}.fused_qkvzba_split_reshape_cat_contiguous": elementwise.split_projections,
         "elementwise.elementwise.fused_sigmoid_mul": elementwise.sigmoid_mul,
         "mamba.causal_conv1d_triton.causal_conv1d_fn": causal_conv.causal_conv1d_fn,
@@ -37,4 +31,4 @@ def install() -> None:
         "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": elementwise.track_states,
     }
     for target, replacement in functions.items():
-        hooks.replace(f"{_OPS}.{target}", replacement)
+        hooks.replace(older_releases.place(f"{_OPS}.{target}"), replacement)

@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="cpu: tiny models on the CPU reference platform; cuda: a real model on this machine's GPUs",
     )
-    group.addoption("--sglang", metavar="RELEASE", help="serve this SGLang release, patched")
+    group.addoption("--sglang", metavar="RELEASE", help="serve this SGLang release, not the installed one")
     group.addoption("--model-path", type=Path, help="directory of the model to serve with --device cuda")
     group.addoption("--tp", type=int, default=1, help="GPUs to serve it on (default: %(default)s)")
     group.addoption(

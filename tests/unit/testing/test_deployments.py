@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ def test_a_server_on_gpus_has_only_the_patch_to_get_the_backend_from(
     gpu: GpuDeployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     environment = gpu.environment()
     assert "SGLANG_PLATFORM" not in environment
     assert environment["SGLANG_PLUGINS"] == "none"
@@ -86,3 +88,15 @@ def test_page_first_direct_is_moved_by_the_direct_backend(gpu: GpuDeployment) ->
         tp=1,
     ).command(1)
     assert words[words.index("--hicache-io-backend") + 1] == "direct"
+
+
+def test_another_release_is_imported_before_the_installed_one_whatever_gives_it_the_backend(
+    cpu: CpuDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    release = Path("/tmp/released/sglang")
+    environment = replace(cpu, selection=Selection.PLUGIN, sglang=release).environment()
+    assert environment["PYTHONPATH"] == "/tmp/released:/ours"
+    assert environment["SGLANG_PLUGINS"] == "cpu_reference,ucm"
+    installed = replace(cpu, selection=Selection.PLUGIN, sglang=None).environment()
+    assert installed["PYTHONPATH"] == "/ours"

@@ -101,7 +101,8 @@ def served(
         selection=Selection.PLUGIN,
         sglang=released_sglang,
         layout="page_first_direct",
-        chunk_tokens=128,
+        # Up to 0.5.21, SGLang does not back up what a chunk of a prefill inserts as soon as it does.
+        chunk_tokens=-1 if released_sglang else 128,
         storage_roots=(directory / "kv-a", directory / "kv-b"),
     )
     native = replace(

@@ -221,6 +221,8 @@ class IoEngine:
       included: storage that takes no writes still answers reads, and a backup leaves
       the processors to a prefetch.
     - Reads come first, but leave one worker to the writes.
+    - A caller does not wait for workers all of which storage has kept for longer than
+      that already: a file system that hangs costs few calls their deadlines, not all.
     """
 
     def __init__(self, threads: int) -> None:
@@ -228,6 +230,8 @@ class IoEngine:
         self._lock = threading.Lock()
         self._queues: tuple[list[_Lane], ...] = tuple([] for _ in Urgency)
         self._at_work = dict.fromkeys(Urgency, 0)
+        # When each worker began with its present item.
+        self._begun: dict[Urgency, dict[int, float]] = {urgency: {} for urgency in Urgency}
         self._readers = 0  # Callers, not workers.
         # One entry wakes one worker. Cheaper than a condition, and a batch may be gone when the worker looks.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -318,6 +322,8 @@ class IoEngine:
                     self._call(threads - helpers)
             else:
                 self._submit(batch, threads)
+            if self._nobody_comes(urgency, deadline - time.monotonic()):
+                deadline = time.monotonic()
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())
@@ -420,6 +426,7 @@ class IoEngine:
                         lane = min(lanes, key=_workers)
                         lane.workers += 1
                         self._at_work[urgency] += 1
+                        self._begun[urgency][threading.get_ident()] = time.monotonic()
                         return lane
                 self._idle += 1
             self._wakes.get()
@@ -439,18 +446,33 @@ class IoEngine:
         with self._lock:
             lane.workers -= 1
             self._at_work[lane.batch.urgency] -= 1
+            del self._begun[lane.batch.urgency][threading.get_ident()]
             # Among equals it is the others' turn. Within a batch the order is the caller's.
             self._queues[lane.batch.urgency].sort(key=lambda other: other.batch is lane.batch)
 
     def _most(self, urgency: Urgency) -> int:
-        """Return how many workers there may be at this kind of work."""
-        if urgency is Urgency.READ:
-            return max(1, self._limit - 1)
-        return 1 if self._readers else max(1, self._limit // 2)
+        """Return how many workers there may be at this kind of work now."""
+        return 1 if urgency is Urgency.WRITE and self._readers else self._share(urgency)
+
+    def _share(self, urgency: Urgency) -> int:
+        """Return how many workers there may be at this kind of work at all."""
+        return max(1, self._limit - 1 if urgency is Urgency.READ else self._limit // 2)
+
+    def _nobody_comes(self, urgency: Urgency, within_s: float) -> bool:
+        """Tell whether all workers there may be have been at one item for longer than a caller would wait."""
+        long_ago = time.monotonic() - within_s
+        with self._lock:
+            same = self._begun[urgency]
+            every = {**self._begun[Urgency.READ], **self._begun[Urgency.WRITE]}
+            for begun, most in ((every, self._limit), (same, self._share(urgency))):
+                if len(begun) >= most and max(begun.values()) < long_ago:
+                    return True
+        return False
 
     def _should_leave(self, batch: _Batch[Any], since: float) -> bool:
         """Tell whether a worker that is at a batch since then makes room for another one."""
         urgency, reads = batch.urgency, self._queues[Urgency.READ]
+        self._begun[urgency][threading.get_ident()] = time.monotonic()
         if urgency is Urgency.WRITE and (reads or self._at_work[urgency] > self._most(urgency)):
             return True
         others_wait = any(lane.batch is not batch for lane in tuple(self._queues[urgency]))

@@ -61,6 +61,22 @@ def store(mount: FaultyMount) -> Iterator[PosixStore]:
     store.close()
 
 
+def test_storage_that_hangs_costs_few_calls_their_deadline(mount: FaultyMount, store: PosixStore) -> None:
+    mount.stop()
+    many = [key_of(number) for number in range(100, 120)]
+    assert store.lookup(many) == [False] * 20
+    since = time.monotonic()
+    for _ in range(50):
+        assert store.lookup(many) == [False] * 20
+        assert store.load([guarded.block for guarded in incoming([3, 4])]) == [FAILED, FAILED]
+    assert time.monotonic() - since < 2 * DEADLINE_S + SLACK_S
+    mount.resume()
+    since = time.monotonic()
+    while store.lookup([key_of(1)]) != [True]:
+        assert time.monotonic() - since < DEADLINE_S
+    assert_loads(store, [1, 2])
+
+
 def scan(store: PosixStore) -> None:
     with pytest.raises(StoreUnavailableError, match=r"no answer within 1 s"):
         list(store.scan())

@@ -144,6 +144,39 @@ def test_with_all_workers_stuck_batches_fail_at_their_deadline_until_one_is_back
     assert run(engine, square, 2) == [0, 1]
 
 
+@pytest.mark.parametrize("urgency", Urgency)
+def test_a_caller_does_not_wait_for_workers_that_storage_keeps_for_long(
+    engine: IoEngine, urgency: Urgency
+) -> None:
+    release = threading.Event()
+
+    def stuck(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        release.wait()
+
+    assert engine.run(stuck, 10, urgency=urgency, timeout_s=1.0) == [None] * 10
+    since = time.monotonic()
+    assert engine.run(square, 2, urgency=urgency, timeout_s=0.9) == [None, None]
+    assert time.monotonic() - since < 0.5
+    # Whoever waits longer than they have been gone, waits: they may come back.
+    threading.Timer(0.2, release.set).start()
+    assert engine.run(square, 2, urgency=urgency, timeout_s=LONG_S) == [0, 1]
+
+
+def test_an_idle_engine_is_not_taken_for_a_stuck_one(engine: IoEngine) -> None:
+    barrier = threading.Barrier(3)
+
+    def together(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        barrier.wait(LONG_S)  # All the readers there may be are at work.
+        return index
+
+    for _ in range(3):
+        assert run(engine, together, 3) == [0, 1, 2]
+        with ThreadPoolExecutor(1) as executor:
+            waiting = executor.submit(run, engine, together, 3)
+            assert run(engine, square, 1, timeout_s=1.0) == [0]
+            assert waiting.result() == [0, 1, 2]
+
+
 def test_nobody_gets_or_holds_the_lease_after_the_deadline(engine: IoEngine) -> None:
     release, inside, outcomes = threading.Event(), [0], []
 

@@ -7,7 +7,8 @@
    listed where it is; one that does not is named, with the reason, and left to a human.
 2. The contract (`contracts/sglang/<release>.md`): what the release asks of a storage backend, read from its
    source, is written and compared with the nearest release's.
-3. Still needed? Each patch's test is run without it. If it passes, the patch may go.
+3. Still needed? Each patch's test is run without it, also that of a patch that does not apply. If it passes,
+   the patch may go.
 4. The contract tests are run on the patched release.
 
 The exit status is 0 if every patch applies and is needed and the tests pass; the report says what to do else.
@@ -58,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     nearest = nearest_version(arguments.version, supported_versions(arguments.sets))
     try:
         package = zipfile.Path(release_wheel(arguments.version), "sglang/")
-        good = start_series(arguments.sets, arguments.version, nearest, package)
+        left_out = start_series(arguments.sets, arguments.version, nearest, package)
+        good = not left_out
         compare_contracts(arguments.contracts, arguments.version, nearest, package)
         if not arguments.no_tests:
             patch_set = PatchSet.read(arguments.sets / arguments.version)
             print("\nEach patch's test without the patch:")
-            good = all([good, *(still_needed(patch_set, patch) for patch in patch_set.patches)])
+            patches = [*patch_set.patches, *left_out]
+            good = all([good, *(still_needed(patch_set, patch) for patch in patches)])
             good = contract_holds(patch_set) and good
     except PatchingError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def start_series(root: Path, version: str, nearest: str, package: zipfile.Path) -> bool:
-    """Write the series of `version` with the patches of `nearest` that apply; tell whether all do."""
+def start_series(root: Path, version: str, nearest: str, package: zipfile.Path) -> list[PatchFile]:
+    """Write the series of `version` with the patches of `nearest` that apply; return the others."""
     print(f"Patches of SGLang {nearest} on SGLang {version}:")
     directory = root / version
     directory.mkdir()
     accepted: list[Path] = []
+    left_out: list[PatchFile] = []
     for path in series(root / nearest):
         patches = tuple(PatchFile.read(each) for each in [*accepted, path])
         attempt = PatchSet(version, patches)
@@ -85,16 +89,17 @@ def start_series(root: Path, version: str, nearest: str, package: zipfile.Path) 
             for file in patches[-1].hunks:
                 pristine = package / file
                 if not pristine.is_file():
-                    raise PatchConflictError(f"SGLang {version} has no {file}")
+                    raise PatchConflictError(f"{path.name}: SGLang {version} has no {file}")
                 attempt.apply(file, pristine.read_bytes())
         except PatchConflictError as error:
-            print(f"  DOES NOT APPLY  {path.name}: {error}")
+            print(f"  DOES NOT APPLY  {error}")
+            left_out.append(patches[-1])
         else:
             print(f"  applies         {path.name}")
             accepted.append(path)
     lines = [os.path.relpath(path.resolve(), directory.resolve()) for path in accepted]
     (directory / SERIES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return len(accepted) == len(series(root / nearest))
+    return left_out
 
 
 def compare_contracts(root: Path, version: str, nearest: str, package: zipfile.Path) -> None:
@@ -118,7 +123,8 @@ def still_needed(patch_set: PatchSet, patch: PatchFile) -> bool:
         return True
     with tempfile.TemporaryDirectory() as directory:
         installation = unpack_release(patch_set.version, Path(directory))
-        Patcher(patch_set.without(patch.name), installation).apply()
+        others = patch_set.without(patch.name) if patch in patch_set.patches else patch_set
+        Patcher(others, installation).apply()
         result = run_contract_tests(installation, [test])
     # 1 is pytest's status for failing tests.
     verdict = {0: "NOT NEEDED", 1: "needed"}.get(result.returncode, "CANNOT BE TOLD")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ucm.patching.contract import contract
-from ucm.patching.patch_set import patch_sets_directory, supported_versions
+from ucm.patching.patch_file import PatchFile
+from ucm.patching.patch_set import PatchSet, patch_sets_directory, supported_versions
 from ucm.testing.repository_script import load_script
 from ucm.testing.sglang_release import release_wheel
 
@@ -72,6 +73,17 @@ def test_a_patch_that_no_longer_applies_is_left_to_a_human(
         in out
     )
     assert "accept-unifiedcache" not in (sets / "0.5.19" / "series").read_text()
+
+
+def test_a_patch_that_does_not_apply_is_not_needed_where_its_test_passes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """SGLang 0.5.22 does itself what this patch is for."""
+    patch = PatchFile.read(patch_sets_directory() / "0.5.16" / "survive-a-failing-lookup.patch")
+
+    assert not new_release.still_needed(PatchSet.read(patch_sets_directory() / "0.5.22"), patch)
+
+    assert "NOT NEEDED      survive-a-failing-lookup.patch" in capsys.readouterr().out
 
 
 def test_a_release_that_has_a_set_is_left_alone(copies: tuple[Path, Path]) -> None:

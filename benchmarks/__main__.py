@@ -146,9 +146,9 @@ def _native(arguments: argparse.Namespace) -> Iterator[Path]:
 
 
 def _rivals(directories: list[Path], arguments: argparse.Namespace) -> Report:
-    from benchmarks import page_sets, rivals
+    from benchmarks import page_sets, rival_setups, rivals
 
-    chosen = [rival for rival in rivals.RIVALS if arguments.only.lower() in rival.name.lower()]
+    chosen = [rival for rival in rival_setups.RIVALS if arguments.only.lower() in rival.name.lower()]
     with tempfile.TemporaryDirectory() as temporary:
         return rivals.measure(
             directories,

@@ -177,7 +177,10 @@ class BackendPages(PageSetWork):
         return [transfer(name, keys, self._pages[name].first_indices(self._count)) for name in names]
 
     def _expect_all(self, verdicts: dict[str, list[bool]]) -> None:
-        expect(verdicts, {name: [True] * self._count for name in verdicts}, "verdicts")
+        failed = {str(name): pages.count(False) for name, pages in verdicts.items() if False in pages}
+        if failed:
+            told = ", ".join(f"{count} of {name}" for name, count in failed.items())
+            raise AssertionError(f"pages not moved: {told}")
 
 
 class PlainFiles(PageSetWork):

@@ -111,7 +111,7 @@ class Side(RemoteContestant):
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """How to measure, and what has been measured so far; `left_out` says why a rival was not."""
+    """How to measure, and what has been measured so far; `left_out` says why something was not."""
 
     packages: Path
     page_sets: Sequence[PageSet]
@@ -122,7 +122,7 @@ class Run:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def compare(self, rivals: Sequence[Rival], directory: Path) -> None:
-        """Compare with one rival after the other; those that have failed before are skipped."""
+        """Compare with one rival after the other; those that have been found missing are skipped."""
         with self._started(OUR_SIDE, directory) as ours:
             for rival in rivals:
                 if rival.name not in self.left_out:
@@ -152,15 +152,25 @@ class Run:
         return report
 
     def _compare_with(self, rival: Rival, ours: Side, directory: Path) -> None:
+        storage = describe_filesystem(directory)
+        other: Side | None = None
         try:
-            with self._started(rival, directory) as other:
+            with ExitStack() as stack:
                 for page_set in self.page_sets:
-                    self._compare_on(page_set, rival, ours, other, describe_filesystem(directory))
-        except (RivalMissingError, RemoteError) as exc:
-            if isinstance(exc, RemoteError) and exc.contestant == OURS:
-                raise
-            progress(f"rivals: {rival.name} left out: {exc}")
-            self.left_out[rival.name] = str(exc)
+                    other = other or stack.enter_context(self._started(rival, directory))
+                    try:
+                        self._compare_on(page_set, rival, ours, other, storage)
+                    except RemoteError as exc:
+                        if exc.contestant == OURS:
+                            raise
+                        self._leave_out(f"{rival.name}, {page_set.name} on {storage}", exc)
+                        other = None  # Its process has ended; other pages may suit a new one.
+        except RivalMissingError as exc:
+            self._leave_out(rival.name, exc)
+
+    def _leave_out(self, what: str, reason: Exception) -> None:
+        progress(f"rivals: {what} left out: {reason}")
+        self.left_out[what] = str(reason)
 
     def _compare_on(self, page_set: PageSet, rival: Rival, ours: Side, other: Side, storage: str) -> None:
         progress(f"rivals: {rival.name}, {page_set.name} on {storage}")

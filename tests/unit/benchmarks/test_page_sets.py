@@ -90,6 +90,17 @@ def test_wrong_bytes_and_short_files_are_noticed(tmp_path: Path) -> None:
             files.timed(GET, 0)
 
 
+def test_pools_that_fail_are_named(tmp_path: Path) -> None:
+    pools = TINY_V4.host_pools()
+    backend = Backend(OURS, pools, tmp_path, is_mla=True)
+    with closing(BackendPages(backend, host_pages(TINY_V4, pools), COUNT, 256)) as work:
+        work.timed(SET, 0)
+        for block in tmp_path.rglob("?" * 32):
+            block.unlink()
+        with pytest.raises(AssertionError, match="pages not moved: 4 of deepseek_v4_c4, 4 of"):
+            work.timed(GET, 0)
+
+
 def test_a_page_that_should_be_absent_is_noticed(tmp_path: Path) -> None:
     pools = TINY.host_pools()
     backend = Backend(OURS, pools, tmp_path, is_mla=False)

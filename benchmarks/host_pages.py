@@ -19,6 +19,7 @@ class HostPages(Pages):
 
     def __init__(self, pool: Any, count: int) -> None:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
+        self._pool = pool  # Its memory goes with it, and we know addresses only.
         self._page_tokens = int(pool.page_size)
         self._indices = torch.cat(
             [torch.arange(page * self._page_tokens, (page + 1) * self._page_tokens) for page in order]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,18 @@ def test_a_backend_does_all_phases_on_all_pools(tmp_path: Path, page_set: PageSe
             work.finish(round_number)
         with pytest.raises(AssertionError):
             work.timed(HIT, 2)
+
+
+def test_pages_keep_the_memory_that_they_are_in() -> None:
+    pools = TINY.host_pools()
+    pool = weakref.ref(pools.anchor)
+    pages = host_pages(TINY, pools)
+    del pools
+    gc.collect()
+    assert pool() is not None
+    del pages
+    gc.collect()
+    assert pool() is None
 
 
 def test_the_v4_pages_are_those_of_six_pools() -> None:

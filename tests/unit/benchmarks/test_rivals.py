@@ -22,8 +22,12 @@ def missing(*_: object) -> Setup:
     raise RivalMissingError("it needs a moon")
 
 
-def broken(*_: object) -> Setup:
-    return Setup(environment={"PYTHONPATH": ""})
+def broken(_: object, packages: Path, __: Path) -> Setup:
+    package = packages / "benchmarks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "rival_process.py").write_text("raise SystemExit('it needs a sun')")
+    return Setup(environment={"PYTHONPATH": str(packages)})
 
 
 def test_what_does_not_run_is_left_out_and_the_others_are_measured(
@@ -31,20 +35,23 @@ def test_what_does_not_run_is_left_out_and_the_others_are_measured(
 ) -> None:
     memory = next(rival for rival in RIVALS if rival.name == "memcpy")
     rivals = [Rival(name="far", prepare=missing), Rival(name="broken", prepare=broken), memory]
+    storage, packages = tmp_path / "storage", tmp_path / "packages"
+    storage.mkdir()
+    packages.mkdir()
     report = measure(
-        [tmp_path], packages=tmp_path, rivals=rivals, page_sets=[SMALLEST], budget_s=0.0, idle_s=0.1
+        [storage], packages=packages, rivals=rivals, page_sets=[SMALLEST], budget_s=0.0, idle_s=0.1
     )
     write_report(report, tmp_path / "results")
 
     assert report.verdicts[1] == "Left out: far: it needs a moon"
-    assert "Left out: broken, 32 x 64 KB on " in report.verdicts[2]
-    assert "No module" in report.verdicts[2]
+    assert report.verdicts[2].startswith("Left out: broken, 32 x 64 KB on ")
+    assert report.verdicts[2].endswith(": broken: it needs a sun")
     costs, glance, comparisons = report.tables
     assert [row[0] for row in costs.rows] == [OURS, "memcpy"]
     assert glance.columns == ["pages / call", "memcpy"]
     assert [row[1] for row in comparisons.rows] == list(LIMIT_PHASES)
     assert "it needs a moon" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["results"]
+    assert list(storage.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,22 @@ def test_prompts_at_once_are_all_restored(
         assert_same_answer(reply.answer, computed[length].stored.answer)
 
 
+def test_the_installed_release_restores_what_the_named_one_stored(
+    restarted: ServedModel,
+    computed: dict[int, Computed],
+    restorable: dict[int, int],
+    released_sglang: Path | None,
+    tmp_path: Path,
+) -> None:
+    if released_sglang is None:
+        pytest.skip("--sglang names no other release")
+    with ServedModel(replace(restarted.deployment, sglang=None), tmp_path, seed=6) as installed:
+        for length, prompt in computed.items():
+            reply = installed.generate(prompt.stored.prompt)
+            assert reply.cached == CachedTokens(storage=restorable[length])
+            assert_same_answer(reply.answer, prompt.stored.answer)
+
+
 def test_no_server_log_tells_of_an_exception(restarted: ServedModel) -> None:
     for log in restarted.server.logs:
         # While it shuts down, SGLang reports its own processes' end as an exception.

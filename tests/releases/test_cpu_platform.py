@@ -33,9 +33,13 @@ print(json.dumps(sorted(hooks._applied)))
 # Functions that lie elsewhere than in the newest release: of linear attention, and of DeepSeek V4.
 GATES = "sglang.kernels.ops.attention.fla.fused_gdn_gating.fused_gdn_gating"
 QUERIES = "sglang.kernels.ops.attention.dsv4.elementwise.fused_q_norm_rope"
+PROJECTION = "sglang.kernels.ops.attention.dsv4.gemm.linear_bf16_fp32"
 
 
-@pytest.mark.parametrize(("version", "expected"), [("0.5.19", {GATES}), ("0.5.21", {GATES, QUERIES})])
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.5.19", {GATES}), ("0.5.20", {GATES, QUERIES, PROJECTION}), ("0.5.21", {GATES, QUERIES})],
+)
 def test_the_cpu_platform_finds_what_it_replaces_in_an_older_release(
     version: str, expected: set[str], tmp_path: Path
 ) -> None:

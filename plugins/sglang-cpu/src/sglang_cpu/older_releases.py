@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What SGLang 0.5.19 to 0.5.21 have in other places or ask for besides, told from what they have.
 
-They serve MAMBA hybrids here, and 0.5.21 DeepSeek V4 as well, on one rank.
+They serve MAMBA hybrids here, and from 0.5.20 DeepSeek V4, on one rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _SPEC_TREE = f"{_OPS}.speculative.spec_tree"
 _MOVED = {
     _NORM_ROPE: f"{_OPS}.attention.dsv4.elementwise",
     f"{_OPS}.attention.linear.fused_gdn_gating": f"{_OPS}.attention.fla.fused_gdn_gating",
+    f"{_OPS}.gemm.bf16_fp32": f"{_OPS}.attention.dsv4.gemm",  # Until 0.5.20.
     f"{_OPS}.kvcache.dsv4_c128_cleanup": f"{_OPS}.attention.dsv4.c128_cleanup",
 }
 # Functions that were not there, or did not stand between SGLang and its kernels.
@@ -36,6 +37,12 @@ _LATER = frozenset(
         f"{_SPEC_TREE}.verify_tree_greedy_func",
     }
 )
+ENVIRONMENT = {
+    # 0.5.20 takes the output projection of DeepSeek V4 for a quantised one otherwise.
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+}
+"""Switches to set unless the operator has set them."""
+
 _CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 
 
@@ -46,7 +53,7 @@ def is_older() -> bool:
 
 def serves_deepseek_v4() -> bool:
     """Tell whether this SGLang has the functions that the DeepSeek V4 family replaces."""
-    return has_module(f"{_OPS}.gemm.bf16_fp32")
+    return has_module("sglang.srt.layers.attention.deepseek_v4_trtllm_backend")
 
 
 def has(function: str) -> bool:
@@ -57,7 +64,7 @@ def has(function: str) -> bool:
 def place(function: str) -> str:
     """Return the dotted path that a function of SGLang 0.5.23 has in this SGLang."""
     module, _, name = function.rpartition(".")
-    return f"{_MOVED.get(module, module)}.{name}" if is_older() else function
+    return function if has_module(module) else f"{_MOVED.get(module, module)}.{name}"
 
 
 def has_module(name: str) -> bool:

@@ -29,10 +29,12 @@ def activate() -> str | None:
     """
     if not _selected():
         return None
+    environments = [_ENVIRONMENT, *(family.environment for family in families())]
     if older_releases.is_older():
         older_releases.accept_known_configurations()
         older_releases.answer_with_the_cpu()
-    for environment in (_ENVIRONMENT, *(family.environment for family in families())):
+        environments.append(older_releases.ENVIRONMENT)
+    for environment in environments:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
     return "sglang_cpu.platform:CpuReferencePlatform"

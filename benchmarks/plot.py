@@ -70,7 +70,7 @@ def draw_speedups(
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.tick_params(axis="x", labelsize=8)
     axes[0][0].invert_yaxis()
-    axes[0][-1].legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.supxlabel("times as fast as the other (point: median of pairs, bar: their range)", fontsize=9)
     figure.savefig(path, dpi=110)

@@ -61,7 +61,9 @@ the generic page functions for the primary KV; both: v2 for sidecars). Keys are 
 pages are overwritten before each get and compared afterwards. A pair is the mean of two turns of
 opposite order; `speed-up` is the time of `file` over ours, pair by pair. Ours keeps blocks in 4,096
 directories per pool, which exist after a while: they are made beforehand, except for lines marked `new`.
-`busy`: beside a Python thread that never sleeps."""
+`busy`: beside a Python thread that never sleeps. Required: no slower, and 1.5 times as fast for several
+pages of 0.5 MB and more; one page is one write of the same bytes for both. Exists is shown: a query takes
+a fraction of a millisecond, and ours leaves what may wait for a disk to a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,7 @@ def measure(
         name="pools",
         title="Set, get and exists on the real host pools, against SGLang's file backend",
         method=METHOD,
-        verdicts=[summarize("Get and set", moving), summarize("Exists", asking)],
+        verdicts=[summarize("Get and set", moving)],
         tables=[
             glance_table(
                 "Speed-ups of get and set", moving, rows=("storage", "pool"), columns=("call", "pages")
@@ -304,16 +306,17 @@ def _compare(
                 other=FILE,
                 moved_bytes=page_bytes * count,
                 times=times,
-                required_speedup=_required(storage, page_bytes),
+                required_speedup=_required(storage, page_bytes, count),
             )
         )
     return comparisons
 
 
-def _required(storage: str, page_bytes: int) -> float | None:
-    if storage.endswith(NEW):
+def _required(storage: str, page_bytes: int, count: int) -> float | None:
+    """Return what is asked of a set or get; a hit query moves nothing and is only shown."""
+    if storage.endswith(NEW) or not page_bytes:
         return None
-    return LARGE_PAGE_SPEEDUP if page_bytes >= LARGE_PAGE_BYTES else 1.0
+    return LARGE_PAGE_SPEEDUP if page_bytes >= LARGE_PAGE_BYTES and count > 1 else 1.0
 
 
 @contextmanager

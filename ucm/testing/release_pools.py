@@ -293,6 +293,8 @@ class ReleaseController:
     def __init__(self, controller: Any, pools: ReleasePools) -> None:  # noqa: ANN401
         self.inner = controller
         self.pools = pools
+        self.acknowledgements = 0
+        """Of the last prefetch; none where SGLang has no queue for them (until 0.5.18)."""
 
     @property
     def backend(self) -> Any:  # noqa: ANN401
@@ -392,9 +394,10 @@ class ReleaseController:
         return "host_indices" not in inspect.signature(self.inner.prefetch).parameters
 
     def _acknowledged_tokens(self, deadline: float) -> int:
-        tokens = 0
+        tokens = self.acknowledgements = 0
         while True:
             ack = _next(self.inner.ack_prefetch_queue, deadline)
+            self.acknowledgements += 1
             tokens = max(tokens, ack.completed_tokens or 0)
             if ack.completed_req:
                 return tokens

@@ -115,7 +115,10 @@ def test_a_load_of_sidecars_that_raises_ends_one_request_only(
     calls = raise_once(attached_hybrid, monkeypatch, "batch_get_v2")
 
     attached_hybrid.prefetched_tokens(TOKENS, SOON_S, states(attached_hybrid, 1, ["?"]))
+    acknowledgements = attached_hybrid.acknowledgements
     tokens = attached_hybrid.prefetched_tokens(TOKENS, SOON_S, states(attached_hybrid, 1, ["?"]))
 
     assert len(calls) == 2
     assert tokens == len(TOKENS)
+    # Each is agreed upon with the other ranks, which may have had no exception.
+    assert acknowledgements == attached_hybrid.acknowledgements

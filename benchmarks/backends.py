@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from ucm.store.posix.layout import SHARD_HEX_DIGITS, SHARDS, TEMP_DIRECTORY
+from benchmarks.block_work import make_shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,9 +115,7 @@ class Backend:
 
     def age(self) -> None:
         """Make the directories that a store of ours has after some thousand blocks."""
-        for unfinished in list(self._directory.rglob(TEMP_DIRECTORY)):
-            for shard in range(SHARDS):
-                (unfinished.parent / f"{shard:0{SHARD_HEX_DIGITS}x}").mkdir(exist_ok=True)
+        make_shards(self._directory)
 
     def clear(self) -> None:
         """Remove everything stored."""

@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+# Not `ucm.store.posix.layout`: the native store's process has another `ucm`.
+_SHARD_HEX_DIGITS, _TEMP_DIRECTORY = 3, ".tmp"
+
 SET, GET, COLD, HIT, MISS = "set", "get", "cold get", "exists hit", "exists miss"
 PHASES = (SET, HIT, GET, MISS)
+
+
+def make_shards(directory: Path) -> None:
+    """Make the directories that stores of ours below `directory` have after some thousand blocks."""
+    for unfinished in list(directory.rglob(_TEMP_DIRECTORY)):
+        for shard in range(16**_SHARD_HEX_DIGITS):
+            (unfinished.parent / f"{shard:0{_SHARD_HEX_DIGITS}x}").mkdir(exist_ok=True)
 
 
 class BlockWork(LocalContestant):

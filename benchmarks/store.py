@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.block_work import PHASES, BlockWork
+from benchmarks.block_work import PHASES, BlockWork, make_shards
 from benchmarks.machine import describe_filesystem
 from benchmarks.native_store import NativeProcess
 from benchmarks.pairs import run_pairs
@@ -37,7 +37,8 @@ LOOKUP_SPEEDUP = 1.3
 METHOD = f"""\
 `ours` is the embedded PosixStore with checksums on, `other` the native PosixStore of {native_ucm.wheel()}
 with `io_direct` off, in a process of its own. Both store, look up and load {PAGES} blocks of one
-segment ({LOOKUP_PAGES} for `exists`), under new keys in every turn. Required: no slower at any size,
+segment ({LOOKUP_PAGES} for `exists`), under new keys in every turn, in directories that exist: the native
+store makes them at the start, ours while it is used. Required: no slower at any size,
 {SMALL_PAGE_SPEEDUP} times as fast up to {SMALL_PAGE_BYTES} bytes, {LOOKUP_SPEEDUP} times as fast when
 looking up {LOOKUP_PAGES} keys."""
 
@@ -79,6 +80,7 @@ class EmbeddedWork(BlockWork):
         self._store = open_store(
             spec, StoreConfig.from_mapping({"storage_backends": str(directory), **options})
         )
+        make_shards(directory)
         self._segments = [self.pages.views(page) for page in range(count)]
 
     def set(self, keys: Sequence[bytes]) -> list[bool]:

@@ -34,9 +34,13 @@ _CLOSE_TIMEOUT_S = 2.0
 _BYTES_PER_THREAD = 2 * 1024 * 1024
 # What waits for nothing is work for processors; more threads than those only fight for the GIL.
 _PROCESSORS = len(os.sched_getaffinity(0))
+# Two threads with smaller items than that pass the GIL to each other for longer than they work.
+_LEAST_SHARED_BYTES = 256 * 1024
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
+# An item that takes no longer has not waited for storage: more workers would not make it faster.
+_PROMPT_S = 0.0002
 # So long a worker stays at its work while others of the same urgency wait.
 _TURN_S = 0.001
 # While somebody reads, a writer rests after each item twice as long as that took, within these bounds:
@@ -143,6 +147,10 @@ class _Batch(Generic[T]):
                     finished += 1
         self._settle(finished)
         return not stuck
+
+    def handed_out(self) -> int:
+        """Return how many items are done, or being done."""
+        return len(self._results) - sum(len(lane.todo) for lane in self.lanes)
 
     def cancel(self) -> None:
         """Send the caller home with what there is."""
@@ -302,7 +310,8 @@ class IoEngine:
         parts: Sequence[int],
     ) -> list[T | None]:
         threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
-        helpers = 0 if attempt is None else min(threads, _PROCESSORS) - 1
+        is_shared = attempt is not None and moved_bytes >= count * _LEAST_SHARED_BYTES
+        helpers = min(threads, _PROCESSORS) - 1 if is_shared else 0
         results: list[T | None] = []
         if attempt is not None and not helpers:
             with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
@@ -324,12 +333,14 @@ class IoEngine:
                 self._submit(batch, threads)
             if self._nobody_comes(urgency, deadline - time.monotonic()):
                 deadline = time.monotonic()
+            since = time.monotonic()
             while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())
                     break
-                self._call(threads)
-                threads *= 2
+                if (time.monotonic() - since) * threads > batch.handed_out() * _PROMPT_S:
+                    self._call(threads)
+                    threads *= 2
         finally:
             batch.end()
             with self._lock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store import BlockStatus, StoreSpec, StoreUnavailableError
+from ucm.store.posix import engine as engine_module
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.engine import THREAD_NAME_PREFIX, IoEngine, Urgency
 from ucm.store.posix.lease import LeaseRevokedError
@@ -75,6 +76,27 @@ def test_what_the_caller_cannot_do_itself_is_done_by_workers(engine: IoEngine) -
             value for n in range(100) for value in (n * n, -n)
         }
     assert callers == {threading.current_thread()}
+
+
+def test_small_items_are_not_shared_between_a_caller_and_workers(engine: IoEngine) -> None:
+    for item_bytes, threads in ((64 << 10, 0), (256 << 10, engine_module._PROCESSORS - 1)):
+        engine.run(
+            square, 100, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=100 * item_bytes, attempt=square
+        )
+        assert len(engine._threads) == min(threads, 4)
+
+
+@pytest.mark.parametrize(("prompt_s", "threads"), [(0.0002, {2, 3, 4}), (LONG_S, {1})])
+def test_only_items_that_wait_get_more_workers(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch, prompt_s: float, threads: set[int]
+) -> None:
+    monkeypatch.setattr(engine_module, "_PROMPT_S", prompt_s)
+
+    def wait(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        time.sleep(0.005)
+
+    run(engine, wait, 10)
+    assert len(engine._threads) in threads
 
 
 def test_what_the_caller_puts_back_is_found_after_the_workers_saw_nothing_left(engine: IoEngine) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Not `ucm.store.posix.layout`: the native store's process has another `ucm`.
 _SHARD_HEX_DIGITS, _TEMP_DIRECTORY = 3, ".tmp"
 
+_MOST_STORED_BYTES = 200_000_000
+
 SET, GET, COLD, HIT, MISS = "set", "get", "cold get", "exists hit", "exists miss"
 PHASES = (SET, HIT, GET, MISS)
 
@@ -44,6 +46,7 @@ class BlockWork(LocalContestant):
         self._directory = directory
         self.pages = PrivatePages(page_bytes, count)
         self.pages.fill()
+        self._stored: list[bytes] = []
 
     @abstractmethod
     def set(self, keys: Sequence[bytes]) -> list[bool]:
@@ -81,8 +84,11 @@ class BlockWork(LocalContestant):
             self.pages.check(len(self.pages))
 
     def finish(self, round_number: int) -> None:
-        """Free the space of this round."""
-        self.remove(self._keys(round_number, is_stored=True))
+        """Free the space of the rounds so far, now and then: ext4 is slow to create files after deletions."""
+        self._stored += self._keys(round_number, is_stored=True)
+        if len(self._stored) * self.pages.page_bytes > _MOST_STORED_BYTES:
+            self.remove(self._stored)
+            self._stored = []
 
     def _keys(self, round_number: int, *, is_stored: bool) -> list[bytes]:
         return [

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     Read = Callable[[BlockKey, Piece, Scratch, HostLease], "bool | None"]
 
-# Waking another thread costs less than reading so much.
-_LEAST_BYTES = 1536 * 1024
+# Smaller pieces cost more than they gain where the data is cached and no processor idle.
+_LEAST_BYTES = 4 * 1024 * 1024
 # A block that hangs keeps no more workers than that.
 _MOST_PIECES = 4
 # Batches with that many blocks keep the threads busy by themselves.

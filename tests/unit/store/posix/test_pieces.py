@@ -41,7 +41,10 @@ PIECES = 4
 
 
 @pytest.fixture(params=["disk", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def storage(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    monkeypatch.setattr(pieces, "_LEAST_BYTES", LARGE.block_bytes // PIECES)
     if request.param == "disk":
         yield tmp_path
         return
@@ -103,7 +106,7 @@ def test_a_part_of_buffers_is_the_same_part_of_their_bytes(buffers: list[bytes],
 
 @pytest.mark.parametrize(
     ("block_bytes", "blocks", "expected"),
-    [(1 << 20, 1, 1), (3 << 20, 1, 2), (64 << 20, 1, 4), (64 << 20, 4, 2), (64 << 20, 8, 1), (1, 0, 1)],
+    [(7 << 20, 1, 1), (8 << 20, 1, 2), (64 << 20, 1, 4), (64 << 20, 4, 2), (64 << 20, 8, 1), (1, 0, 1)],
 )
 def test_only_few_large_blocks_are_cut(block_bytes: int, blocks: int, expected: int) -> None:
     assert pieces_of(block_bytes, blocks) == expected

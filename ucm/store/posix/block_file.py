@@ -14,7 +14,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from ucm.store.errors import BlockCorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ucm.store.interface import BlockKey, StoreSpec
 
@@ -42,10 +42,16 @@ def payload_checksum(segments: Sequence[memoryview]) -> int:
     if len(segments) == 1 and segments[0].nbytes <= _HASH_PIECE_BYTES:
         return xxh3_64_intdigest(segments[0])
     digest = xxh3_64()
+    for piece in hash_pieces(segments):
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def hash_pieces(segments: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Cut segments so that hashing a piece takes no longer than some microseconds."""
     for segment in segments:
         for start in range(0, segment.nbytes, _HASH_PIECE_BYTES):
-            digest.update(segment[start : start + _HASH_PIECE_BYTES])
-    return digest.intdigest()
+            yield segment[start : start + _HASH_PIECE_BYTES]
 
 
 def encode_footer(spec: StoreSpec, key: BlockKey, checksum: int) -> bytes:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ucm.store.errors import StoreUnavailableError
 from ucm.store.posix.file_io import Scratch
-from ucm.store.posix.lease import CALLERS_OWN, HostLease, LeaseRevokedError
+from ucm.store.posix.lease import CallersLease, HostLease, LeaseRevokedError
+from ucm.store.posix.readers import Readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,9 +44,6 @@ _PATIENCE_S = 0.001
 _PROMPT_S = 0.0002
 # So long a worker stays at its work while others of the same urgency wait.
 _TURN_S = 0.001
-# While somebody reads, a writer rests after each item twice as long as that took, within these bounds:
-# it competes for processors, and for the GIL.
-_LEAST_REST_S, _MOST_REST_S = 0.0005, 0.005
 
 _UNCOUNTED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -98,13 +96,14 @@ class _Batch(Generic[T]):
         parts: What the work is called with, a lane each; the first one begins with the first item.
         work: Handles one item.
         urgency: The order among batches.
+        lease: Guards the caller's memory.
     """
 
-    def __init__(self, parts: Sequence[range], work: Work[T], urgency: Urgency) -> None:
+    def __init__(self, parts: Sequence[range], work: Work[T], urgency: Urgency, lease: HostLease) -> None:
         self.urgency = urgency
         self.lanes = [_Lane(self, part) for part in parts]
         self._work = work
-        self._lease = HostLease()
+        self._lease = lease
         self._first = parts[0].start
         self._unfinished = sum(map(len, parts))
         self._results: list[T | None] = [None] * self._unfinished
@@ -132,13 +131,13 @@ class _Batch(Generic[T]):
             error = exc
         self._settle(finished, error)
 
-    def help(self, attempt: Work[T | None], scratch: Scratch, deadline: float) -> bool:
+    def help(self, attempt: Work[T | None], scratch: Scratch, lease: CallersLease, deadline: float) -> bool:
         """Handle items in the caller's own thread; False if what is left has to wait for storage."""
         finished = 0
         stuck = False
         for lane in self.lanes:
             while time.monotonic() < deadline and not stuck and (index := lane.take()) is not None:
-                result = attempt(index, scratch, CALLERS_OWN)
+                result = attempt(index, scratch, lease)
                 if result is None:
                     lane.todo.appendleft(index)
                     stuck = True
@@ -202,12 +201,12 @@ class _CallerMemory(threading.local):
 _caller = _CallerMemory()
 
 
-def _attempt(work: Work[T | None], count: int, deadline: float) -> list[T]:
+def _attempt(work: Work[T | None], count: int, lease: CallersLease, deadline: float) -> list[T]:
     """Return the results of the items before the first one to which `work` answers None."""
     scratch = _caller.scratch
     results: list[T] = []
     for index in range(count):
-        result = work(index, scratch, CALLERS_OWN)
+        result = work(index, scratch, lease)
         if result is None or time.monotonic() > deadline:
             break
         results.append(result)
@@ -240,7 +239,9 @@ class IoEngine:
         self._at_work = dict.fromkeys(Urgency, 0)
         # When each worker began with its present item.
         self._begun: dict[Urgency, dict[int, float]] = {urgency: {} for urgency in Urgency}
-        self._readers = 0  # Callers, not workers.
+        self._readers = Readers()
+        self._give_way = {Urgency.READ: None, Urgency.WRITE: self._readers.give_way}
+        self._callers_own = {urgency: CallersLease(self._give_way[urgency]) for urgency in Urgency}
         # One entry wakes one worker. Cheaper than a condition, and a batch may be gone when the worker looks.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiting: set[_Batch[Any]] = set()
@@ -285,18 +286,15 @@ class IoEngine:
             return []
         deadline = time.monotonic() + timeout_s
         if urgency is Urgency.WRITE:
-            work = self._with_rests(work)
-            attempt = None if attempt is None else self._with_rests(attempt)
+            work = self._giving_way(work)
+            attempt = None if attempt is None else self._giving_way(attempt)
             return self._run(work, count, urgency, deadline, moved_bytes, attempt, parts)
-        with self._lock:
-            self._readers += 1
+        self._readers.enter()
         try:
             return self._run(work, count, urgency, deadline, moved_bytes, attempt, parts)
         finally:
-            with self._lock:
-                self._readers -= 1
-                left_behind = not self._readers and bool(self._queues[Urgency.WRITE])
-            if left_behind:
+            self._readers.leave()
+            if not self._readers and self._queues[Urgency.WRITE]:
                 self._call(self._most(Urgency.WRITE))
 
     def _run(
@@ -315,15 +313,16 @@ class IoEngine:
         results: list[T | None] = []
         if attempt is not None and not helpers:
             with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
-                results += _attempt(attempt, count, deadline)
+                results += _attempt(attempt, count, self._callers_own[urgency], deadline)
             if len(results) == count:
                 return results
-        batch = _Batch(_ranges(parts or [count], len(results)), work, urgency)
+        ranges = _ranges(parts or [count], len(results))
+        batch = _Batch(ranges, work, urgency, HostLease(self._give_way[urgency]))
         try:
             if attempt is not None and helpers:
                 self._submit(batch, helpers)
                 with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
-                    done = batch.help(attempt, _caller.scratch, deadline)
+                    done = batch.help(attempt, _caller.scratch, self._callers_own[urgency], deadline)
                 if done:
                     threads = helpers
                 else:
@@ -350,14 +349,12 @@ class IoEngine:
             batch.lanes.clear()  # They refer to each other: it would be kept until the next collection.
         return results + batch.results()
 
-    def _with_rests(self, work: Work[T]) -> Work[T]:
-        """Leave the processors to those who read, for most of the time."""
+    def _giving_way(self, work: Work[T]) -> Work[T]:
+        """Let those who read go first after each item, too."""
 
         def work_and_rest(index: int, scratch: Scratch, lease: HostLease) -> T:
-            begun = time.monotonic()
             result = work(index, scratch, lease)
-            if self._readers:
-                time.sleep(min(max(2 * (time.monotonic() - begun), _LEAST_REST_S), _MOST_REST_S))
+            self._readers.give_way()
             return result
 
         return work_and_rest

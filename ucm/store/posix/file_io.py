@@ -13,6 +13,8 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from xxhash import xxh3_64
+
 from ucm.store.errors import BlockCorruptError
 from ucm.store.posix import prompt
 from ucm.store.posix.block_file import (
@@ -20,6 +22,7 @@ from ucm.store.posix.block_file import (
     check_footer,
     encode_footer,
     file_bytes,
+    hash_pieces,
     is_footer_of,
     payload_checksum,
 )
@@ -288,23 +291,35 @@ def write_block(
         LeaseRevokedError: The caller no longer waits.
         OSError: Storage failed.
     """
-    with lease:
-        footer = encode_footer(spec, block.key, payload_checksum(block.segments))
+    footer = encode_footer(spec, block.key, _checksum_in_steps(block.segments, lease))
+    lease.step()
     descriptor = _create(temp)
     try:
         try:
+            lease.step()
             if preallocates and spec.block_bytes >= _PREALLOCATED_BYTES:
                 os.posix_fallocate(descriptor, 0, file_bytes(spec))
+                lease.step()
             _write_all(descriptor, [*block.segments, memoryview(footer)], lease)
+            lease.step()
             durability.secure_data(descriptor)
         finally:
             os.close(descriptor)  # Network file systems report a full disk here.
-        lease.check()
+        lease.step()
         durability.rename(temp, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temp)
         raise
+
+
+def _checksum_in_steps(segments: Sequence[memoryview], lease: HostLease) -> int:
+    digest = xxh3_64()
+    for piece in hash_pieces(segments):
+        lease.step()
+        with lease:
+            digest.update(piece)
+    return digest.intdigest()
 
 
 def _create(temp: str) -> int:
@@ -321,7 +336,7 @@ def _write_all(descriptor: int, buffers: Sequence[memoryview], lease: HostLease)
     done = os.pwritev(descriptor, buffers, 0)
     while done < total:
         # A short write has no reason to give; the next one brings the error, a full disk mostly.
-        lease.check()
+        lease.step()
         done += os.pwritev(descriptor, unfilled(buffers, done), done)
 
 

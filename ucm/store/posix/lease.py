@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 
@@ -21,11 +22,15 @@ class HostLease:
     there that can wait for storage. So `revoke` can wait until nobody is inside,
     and whoever is stuck in storage meanwhile finds the lease gone when it comes
     back. Any number of workers can be inside at once.
+
+    Args:
+        give_way: Called between two steps of the work, for others to go first.
     """
 
-    __slots__ = ("_inside", "_left", "_lock", "revoked")
+    __slots__ = ("_give_way", "_inside", "_left", "_lock", "revoked")
 
-    def __init__(self) -> None:
+    def __init__(self, give_way: Callable[[], None] | None = None) -> None:
+        self._give_way = give_way
         self._lock = threading.Lock()
         self._left: threading.Condition | None = None  # Made when somebody has to wait.
         self._inside = 0
@@ -45,8 +50,13 @@ class HostLease:
             if self._left is not None and not self._inside:
                 self._left.notify_all()
 
-    def check(self) -> None:
-        """Raise `LeaseRevokedError` if the lease is gone."""
+    def step(self) -> None:
+        """Let others go first; then raise `LeaseRevokedError` if the lease is gone.
+
+        For work that is not urgent, wherever it could as well stop. Not to be called inside the lease.
+        """
+        if self._give_way is not None:
+            self._give_way()
         if self.revoked:
             raise LeaseRevokedError
 
@@ -59,7 +69,7 @@ class HostLease:
                 self._left.wait_for(lambda: not self._inside)
 
 
-class _CallersOwn(HostLease):
+class CallersLease(HostLease):
     """What the caller itself works under: nobody can take its memory away."""
 
     __slots__ = ()
@@ -71,6 +81,3 @@ class _CallersOwn(HostLease):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
-
-
-CALLERS_OWN = _CallersOwn()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from ucm.store.posix.engine import Work
     from ucm.store.posix.file_io import Scratch
     from ucm.store.posix.lease import HostLease
 
@@ -130,7 +132,7 @@ def test_a_caller_helps_only_until_the_deadline(engine: IoEngine) -> None:
 
 
 def not_to_be_called(_index: int, _scratch: Scratch, lease: HostLease) -> int:
-    lease.check()
+    lease.step()
     raise AssertionError("called")
 
 
@@ -358,11 +360,17 @@ def test_writes_keep_one_worker_while_somebody_reads_and_get_the_others_back(eng
     assert two_write.is_set()
 
 
-def test_a_writer_rests_after_each_item_while_somebody_reads(
-    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr(time, "sleep", rests.append)
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Where the seconds go that writers rest for; nobody waits, and every step counts as long work."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr("ucm.store.posix.readers._LEAST_WORK_S", -1.0)
+    return seconds
+
+
+@contextlib.contextmanager
+def somebody_reading(engine: IoEngine) -> Iterator[None]:
     reading, read_may_end = threading.Event(), threading.Event()
 
     def read_slowly(index: int, _scratch: Scratch, _lease: HostLease) -> int:
@@ -375,16 +383,68 @@ def test_a_writer_rests_after_each_item_while_somebody_reads(
             engine.run, square, 1, urgency=Urgency.READ, timeout_s=LONG_S, attempt=read_slowly
         )
         assert reading.wait(LONG_S)
-        for attempt in (None, square):  # In a worker, and in the caller's own thread.
-            rests.clear()
-            engine.run(square, 10, urgency=Urgency.WRITE, timeout_s=LONG_S, attempt=attempt)
-            assert len(rests) == 10
-            assert min(rests) > 0
+        yield
         read_may_end.set()
         read.result(LONG_S)
+
+
+@pytest.mark.parametrize("attempt", [None, square], ids=["in a worker", "in the caller's own thread"])
+def test_a_writer_rests_after_each_item_while_somebody_reads(
+    engine: IoEngine, rests: list[float], attempt: Work[int | None] | None
+) -> None:
+    with somebody_reading(engine):
+        engine.run(square, 10, urgency=Urgency.WRITE, timeout_s=LONG_S, attempt=attempt)
+    assert len(rests) == 10
+    assert min(rests) > 0
     rests.clear()
-    engine.run(square, 10, urgency=Urgency.WRITE, timeout_s=LONG_S)
+    engine.run(square, 10, urgency=Urgency.WRITE, timeout_s=LONG_S, attempt=attempt)
     assert rests == []
+
+
+@pytest.mark.parametrize("in_own_thread", [False, True], ids=["in a worker", "in the caller's own thread"])
+def test_a_writer_rests_between_its_steps_while_somebody_reads(
+    engine: IoEngine, rests: list[float], in_own_thread: bool
+) -> None:
+    def write(index: int, _scratch: Scratch, lease: HostLease) -> int:
+        for _ in range(3):
+            lease.step()
+        return index
+
+    attempt = write if in_own_thread else None
+    with somebody_reading(engine):
+        engine.run(write, 2, urgency=Urgency.WRITE, timeout_s=LONG_S, attempt=attempt)
+    assert len(rests) == 2 * (3 + 1)
+    rests.clear()
+    with somebody_reading(engine):
+        engine.run(write, 2, urgency=Urgency.READ, timeout_s=LONG_S, attempt=attempt)
+    assert rests == []
+
+
+def test_a_dump_rests_in_the_midst_of_a_block_while_somebody_reads(
+    tmp_path: Path, rests: list[float]
+) -> None:
+    spec = StoreSpec(namespace="large", segment_bytes=(1 << 20,), identity=bytes(16))
+    store = PosixStore(spec, PosixStoreConfig((str(tmp_path),)))
+    with somebody_reading(store.engine):
+        assert store.dump(outgoing([0], spec)) == [BlockStatus.DONE]
+    assert len(rests) >= 4 + 5  # Before each quarter is hashed; around creating, writing and renaming.
+    assert load(store, [0])[0] == [BlockStatus.DONE]
+    store.close()
+
+
+def test_a_writer_that_has_just_rested_goes_on(engine: IoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr(time, "sleep", rests.append)
+    monkeypatch.setattr("ucm.store.posix.readers._LEAST_WORK_S", LONG_S)
+
+    def write(index: int, _scratch: Scratch, lease: HostLease) -> int:
+        for _ in range(100):
+            lease.step()
+        return index
+
+    with somebody_reading(engine):
+        engine.run(write, 1, urgency=Urgency.WRITE, timeout_s=LONG_S)
+    assert len(rests) <= 1  # The first one counts the time since the machine started.
 
 
 def test_threads_are_never_more_than_allowed() -> None:

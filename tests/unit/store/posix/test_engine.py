@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LONG_S = 60.0
 LARGE = 1 << 30  # Worth as many threads as there may be.
+# What an item that hangs costs its batch: the others have this time, on a busy machine too.
+HURRY_S = 2.0
 
 
 @pytest.fixture
@@ -40,8 +42,10 @@ def engine() -> Iterator[IoEngine]:
     engine.close()
 
 
-def io_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME_PREFIX)]
+def living(engine: IoEngine) -> int:
+    """Return how many threads an engine has; those of other tests may still be about to end."""
+    assert all(thread.name.startswith(THREAD_NAME_PREFIX) for thread in engine._threads)
+    return sum(thread.is_alive() for thread in engine._threads)
 
 
 def square(index: int, _scratch: Scratch, _lease: HostLease) -> int:
@@ -50,6 +54,16 @@ def square(index: int, _scratch: Scratch, _lease: HostLease) -> int:
 
 def run(engine: IoEngine, work: object, count: int, timeout_s: float = LONG_S) -> list[object]:
     return engine.run(work, count, urgency=Urgency.READ, timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def keep_all_workers(engine: IoEngine, urgency: Urgency, release: threading.Event) -> None:
+    """Let all workers there may be at this kind of work be stuck, until released."""
+
+    def stuck(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        release.wait()
+
+    while len(engine._begun[urgency]) < engine._share(urgency):  # A busy machine may need several batches.
+        assert engine.run(stuck, 10, urgency=urgency, timeout_s=0.2, moved_bytes=LARGE) == [None] * 10
 
 
 def test_results_come_in_order_and_once_each(engine: IoEngine) -> None:
@@ -80,28 +94,44 @@ def test_what_the_caller_cannot_do_itself_is_done_by_workers(engine: IoEngine) -
     assert callers == {threading.current_thread()}
 
 
-def test_small_items_are_not_shared_between_a_caller_and_workers(engine: IoEngine) -> None:
-    for item_bytes, threads in ((64 << 10, 0), (256 << 10, engine_module._PROCESSORS - 1)):
+def test_small_items_are_not_shared_between_a_caller_and_workers(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PROCESSORS", 3)
+    monkeypatch.setattr(engine_module, "_PROMPT_S", LONG_S)  # Nobody is called later, however slow this is.
+    for item_bytes, threads in ((64 << 10, 0), (256 << 10, 2)):
         engine.run(
             square, 100, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=100 * item_bytes, attempt=square
         )
-        assert len(engine._threads) == min(threads, 4)
+        assert len(engine._threads) == threads
 
 
-@pytest.mark.parametrize(("prompt_s", "threads"), [(0.0002, {2, 3, 4}), (LONG_S, {1})])
-def test_only_items_that_wait_get_more_workers(
-    engine: IoEngine, monkeypatch: pytest.MonkeyPatch, prompt_s: float, threads: set[int]
+def test_items_that_wait_get_more_workers(engine: IoEngine) -> None:
+    two_wait = threading.Barrier(2)
+
+    def wait(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        two_wait.wait(LONG_S)
+        return index
+
+    assert run(engine, wait, 2) == [0, 1]
+
+
+def test_items_that_do_not_wait_get_no_more_workers(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_PROMPT_S", prompt_s)
+    monkeypatch.setattr(engine_module, "_PROMPT_S", LONG_S)
 
-    def wait(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+    def work(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
         time.sleep(0.005)
 
-    run(engine, wait, 10)
-    assert len(engine._threads) in threads
+    run(engine, work, 10)
+    assert len(engine._threads) == 1
 
 
-def test_what_the_caller_puts_back_is_found_after_the_workers_saw_nothing_left(engine: IoEngine) -> None:
+def test_what_the_caller_puts_back_is_found_after_the_workers_saw_nothing_left(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PROCESSORS", 2)
     done_by_a_worker = threading.Event()
 
     def work(index: int, _scratch: Scratch, _lease: HostLease) -> int:
@@ -115,7 +145,7 @@ def test_what_the_caller_puts_back_is_found_after_the_workers_saw_nothing_left(e
         while engine._queues[Urgency.READ] and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    results = engine.run(work, 2, urgency=Urgency.READ, timeout_s=5.0, moved_bytes=LARGE, attempt=attempt)
+    results = engine.run(work, 2, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=LARGE, attempt=attempt)
     assert results == [0, 1]
 
 
@@ -126,7 +156,10 @@ def test_a_caller_helps_only_until_the_deadline(engine: IoEngine) -> None:
             pass
         return index
 
-    results = engine.run(not_to_be_called, 1000, urgency=Urgency.READ, timeout_s=0.1, attempt=slow)
+    def leave_undone(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        """A worker may still come before the caller has gone."""
+
+    results = engine.run(leave_undone, 1000, urgency=Urgency.READ, timeout_s=0.1, attempt=slow)
     assert results[0] == 0
     assert results[-1] is None
 
@@ -137,9 +170,8 @@ def not_to_be_called(_index: int, _scratch: Scratch, lease: HostLease) -> int:
 
 
 def test_an_empty_batch_starts_no_thread(engine: IoEngine) -> None:
-    before = io_threads()
     assert run(engine, square, 0) == []
-    assert io_threads() == before
+    assert engine._threads == []
 
 
 def test_a_stuck_item_costs_only_itself(engine: IoEngine) -> None:
@@ -150,7 +182,7 @@ def test_a_stuck_item_costs_only_itself(engine: IoEngine) -> None:
             release.wait()
         return index
 
-    assert run(engine, work, 50, timeout_s=0.5) == [None, *range(1, 50)]
+    assert run(engine, work, 50, timeout_s=HURRY_S) == [None, *range(1, 50)]
     release.set()
 
 
@@ -158,11 +190,7 @@ def test_with_all_workers_stuck_batches_fail_at_their_deadline_until_one_is_back
     engine: IoEngine,
 ) -> None:
     release = threading.Event()
-
-    def stuck(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
-        release.wait()
-
-    assert run(engine, stuck, 10, timeout_s=0.2) == [None] * 10
+    keep_all_workers(engine, Urgency.READ, release)
     assert run(engine, square, 2, timeout_s=0.1) == [None, None]
     release.set()
     assert run(engine, square, 2) == [0, 1]
@@ -173,14 +201,11 @@ def test_a_caller_does_not_wait_for_workers_that_storage_keeps_for_long(
     engine: IoEngine, urgency: Urgency
 ) -> None:
     release = threading.Event()
-
-    def stuck(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
-        release.wait()
-
-    assert engine.run(stuck, 10, urgency=urgency, timeout_s=1.0) == [None] * 10
+    keep_all_workers(engine, urgency, release)
+    time.sleep(HURRY_S)
     since = time.monotonic()
-    assert engine.run(square, 2, urgency=urgency, timeout_s=0.9) == [None, None]
-    assert time.monotonic() - since < 0.5
+    assert engine.run(square, 2, urgency=urgency, timeout_s=HURRY_S) == [None, None]
+    assert time.monotonic() - since < HURRY_S
     # Whoever waits longer than they have been gone, waits: they may come back.
     threading.Timer(0.2, release.set).start()
     assert engine.run(square, 2, urgency=urgency, timeout_s=LONG_S) == [0, 1]
@@ -197,8 +222,10 @@ def test_an_idle_engine_is_not_taken_for_a_stuck_one(engine: IoEngine) -> None:
         assert run(engine, together, 3) == [0, 1, 2]
         with ThreadPoolExecutor(1) as executor:
             waiting = executor.submit(run, engine, together, 3)
-            assert run(engine, square, 1, timeout_s=1.0) == [0]
+            assert run(engine, square, 1, timeout_s=HURRY_S) == [0]
             assert waiting.result() == [0, 1, 2]
+    time.sleep(HURRY_S)
+    assert run(engine, square, 1, timeout_s=HURRY_S) == [0]
 
 
 def test_nobody_gets_or_holds_the_lease_after_the_deadline(engine: IoEngine) -> None:
@@ -220,7 +247,7 @@ def test_nobody_gets_or_holds_the_lease_after_the_deadline(engine: IoEngine) -> 
             outcomes.append("refused")
             raise
 
-    run(engine, work, 4, timeout_s=0.2)
+    run(engine, work, 4, timeout_s=0.5)
     assert inside == [0]
     release.set()
     engine.close()
@@ -293,7 +320,9 @@ def test_small_items_take_turns_with_large_ones_of_an_earlier_batch() -> None:
         second.result(LONG_S)
         first.result(LONG_S)
     engine.close()
-    assert order[:4] == ["large", "small", "small", "small"]
+    # At least one small item for each large one: all of them in a row, if nothing interrupts that thread.
+    assert order[:2] == ["large", "small"]
+    assert order[:6].count("small") == 3
 
 
 @pytest.mark.parametrize("urgency", Urgency)
@@ -305,7 +334,7 @@ def test_a_part_that_hangs_holds_up_no_other_part(engine: IoEngine, urgency: Urg
             release.wait()
         return index
 
-    results = engine.run(work, 150, urgency=urgency, timeout_s=1.0, parts=[50, 0, 100])
+    results = engine.run(work, 150, urgency=urgency, timeout_s=HURRY_S, parts=[50, 0, 100])
     release.set()
     assert results == [None] * 50 + list(range(50, 150))
 
@@ -455,9 +484,9 @@ def test_threads_are_never_more_than_allowed() -> None:
             for _ in range(50)
         ]
     assert all(call.result() == [n * n for n in range(20)] for call in calls)
-    assert 1 <= len(io_threads()) <= 3
+    assert 1 <= living(engine) <= 3
     engine.close()
-    assert io_threads() == []
+    assert living(engine) == 0
 
 
 def test_an_engine_without_any_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,12 +551,14 @@ def test_threads_do_not_grow_with_the_pools_and_end_with_the_last(tmp_path: Path
     assert all(call.result() == [BlockStatus.DONE] * 16 for call in calls)
     for store in stores:
         assert load(store, [0])[0] == [BlockStatus.DONE]
-    assert 1 <= len(io_threads()) <= 8
+    assert len({id(store.engine) for store in stores}) == 1
+    engine = stores[0].engine
+    assert 1 <= living(engine) <= 8
     for store in stores[1:]:
         store.close()
-    assert io_threads()
+    assert living(engine)
     stores[0].close()
-    assert io_threads() == []
+    assert living(engine) == 0
 
 
 def test_stores_that_ask_for_different_thread_counts_share_the_larger(tmp_path: Path) -> None:
@@ -542,5 +573,6 @@ def test_reopening_after_the_last_close_works(tmp_path: Path) -> None:
     for _ in range(10):
         [store] = open_stores(tmp_path, 1)
         store.dump(outgoing([1], store.spec))
+        assert living(store.engine)
         store.close()
-        assert io_threads() == []
+        assert living(store.engine) == 0

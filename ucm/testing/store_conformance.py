@@ -17,6 +17,7 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ SPEC = StoreSpec(namespace="pool_4096x3", segment_bytes=(4096, 1, 903), identity
 OTHER_IDENTITY = StoreSpec(SPEC.namespace, SPEC.segment_bytes, b"another identity")
 
 # A deadline short enough to be waited for, and long enough for whatever does not hang.
-HURRY_S = 1.0
+HURRY_S = 2.0
 
 _GUARD = bytes(range(64))
 _UNTOUCHED = 0xEE
@@ -436,15 +437,17 @@ class DurableStoreConformance(StoreConformance):
         for writer in writers:
             assert writer.receive() == "writing"
         versions = [payload_of(1, version=1), payload_of(1, version=2)]
-        seen = set()
-        for _ in range(500):
+        seen: list[int] = []
+        loads, deadline = 0, time.monotonic() + 60
+        while loads < 500 or not seen:  # On a busy machine a writer may rest between removing and writing.
+            assert time.monotonic() < deadline, "nobody writes"
             [status], [guarded] = load(store, [1])
             assert status in (DONE, MISSING)
             if status is DONE:
-                seen.add(versions.index(guarded.payload))
+                seen.append(versions.index(guarded.payload))
+            loads += 1
         for writer in writers:
             writer.kill()
-        assert seen
 
     def test_a_writer_killed_at_any_instant_leaves_no_false_hit_and_no_orphan(self, storage: Path) -> None:
         numbers = list(range(200))
@@ -512,7 +515,7 @@ class DurableStoreConformance(StoreConformance):
             load(store, [1])
             closing = threading.Thread(target=store.close)
             closing.start()
-            closing.join(timeout=5)
+            closing.join(timeout=15)
             assert not closing.is_alive()
 
     def test_closing_sends_waiting_callers_home(self, storage: Path) -> None:
@@ -522,7 +525,7 @@ class DurableStoreConformance(StoreConformance):
             waiting = caller.submit(store.load, [incoming([1])[0].block])
             assert hanging.wait(30)
             store.close()
-            assert waiting.result(timeout=5) == [FAILED]
+            assert waiting.result(timeout=15) == [FAILED]
 
 
 _Store = type[DurableStoreConformance]

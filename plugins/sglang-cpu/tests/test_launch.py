@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -181,9 +182,9 @@ def test_a_server_that_never_answers_is_given_up(
     serve_with("import time; print('loading', flush=True); time.sleep(600)")
 
     with (
-        pytest.raises(ServerFailedError, match=r"within 6\.0 s\nloading"),
-        running_server(model_path, log=model_path / "log", deadline_s=6.0) as server,
+        pytest.raises(ServerFailedError, match=r"within 9\.0 s\nloading"),
+        running_server(model_path, log=model_path / "log", deadline_s=9.0) as server,
     ):
         assert server.alive() == []
 
-    assert "5 s, loading" in capsys.readouterr().err
+    assert re.search(r": [5-9] s, loading", capsys.readouterr().err)

@@ -123,7 +123,7 @@ def test_a_hung_file_system_costs_one_deadline_for_all(
     stores: list[PosixStore], tmp_path: Path, operation: str
 ) -> None:
     dump_together([(store, outgoing([1], store.spec)) for store in stores])
-    impatient = hurried(tmp_path, timeout_s=1.0)
+    impatient = hurried(tmp_path, timeout_s=2.0)
     with hanging_call({"lookup": "stat", "load": "open", "dump": "stat"}[operation], key_of(1).hex()):
         start = time.monotonic()
         if operation == "lookup":
@@ -135,7 +135,7 @@ def test_a_hung_file_system_costs_one_deadline_for_all(
             if operation == "load":
                 blocks = [(store, [incoming([1], store.spec)[0].block]) for store in impatient]
             assert together(blocks) == [[FAILED]] * 3
-        assert 1.0 <= time.monotonic() - start < 2.5  # Three of them would be 3.0.
+        assert 2.0 <= time.monotonic() - start < 5.5  # Three of them would be 6.0.
     for store in impatient:
         store.close()
 

@@ -335,7 +335,7 @@ class TestStorageThatHangs:
     @pytest.mark.parametrize("call", ["set", "get", "exists"])
     def test_costs_one_deadline_for_all_pools(self, attach: Attach, tmp_path: Path, call: str) -> None:
         pools = host_pools(SwaModel())
-        config = {"storage_backends": str(tmp_path), **dict.fromkeys(_TIMEOUTS, 1.0)}
+        config = {"storage_backends": str(tmp_path), **dict.fromkeys(_TIMEOUTS, 2.0)}
         backend = attach(pools, extra_config=config)
         for name in (PoolName.DRAFT, PoolName.INDEXER):
             backend.register_mem_host_pool_v2(host_pools(MhaModel()).anchor, name)
@@ -355,7 +355,7 @@ class TestStorageThatHangs:
             else:
                 move = backend.batch_set_v2 if call == "set" else backend.batch_get_v2
                 assert move(moves) == {name: [False] * 3 for name in names}
-            assert 1.0 <= time.monotonic() - start < 2.5  # Three of them would be 3.0.
+            assert 2.0 <= time.monotonic() - start < 5.5  # Three of them would be 6.0.
         backend.close()
 
     def test_close_is_bounded(self, attach: Attach, tmp_path: Path) -> None:

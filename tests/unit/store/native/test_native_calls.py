@@ -194,13 +194,13 @@ def test_a_damaged_block_is_absent_until_it_is_stored_anew(
 
 
 def test_a_transfer_that_hangs_costs_its_block_and_no_page_is_written_afterwards(factory: _Factory) -> None:
-    store = open_objects(timeout_s=1.0)
+    store = open_objects(timeout_s=2.0)
     [ucm_store] = factory.opened
     store.dump(outgoing([0, 1, 2]))
     ucm_store.hung = {key_of(1)}
     began = time.monotonic()
     statuses, memory = load(store, [0, 1, 2])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert statuses == [DONE, FAILED, DONE]
     assert store.stats().deadlines_missed == 1
     ucm_store.go_on.set()
@@ -209,7 +209,7 @@ def test_a_transfer_that_hangs_costs_its_block_and_no_page_is_written_afterwards
 
 
 def test_a_dump_that_hangs_stores_the_page_as_it_was(factory: _Factory) -> None:
-    store = open_objects(timeout_s=1.0)
+    store = open_objects(timeout_s=2.0)
     [ucm_store] = factory.opened
     ucm_store.hung = {key_of(1)}
     memory = GuardedBlock(SPEC, key_of(1), payload_of(1))
@@ -223,7 +223,7 @@ def test_a_dump_that_hangs_stores_the_page_as_it_was(factory: _Factory) -> None:
 def test_closing_a_store_that_hangs_is_bounded_and_tells(
     factory: _Factory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = open_objects(timeout_s=0.1)
+    store = open_objects(timeout_s=1.0)
     [ucm_store] = factory.opened
     store.dump(outgoing([1]))
     ucm_store.hung = {key_of(1)}
@@ -231,7 +231,7 @@ def test_closing_a_store_that_hangs_is_bounded_and_tells(
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         store.close()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 15
     assert "the native store hangs in storage" in caplog.messages[-1]
     ucm_store.go_on.set()
 

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def test_pools_of_one_root_are_kept_below_it_together(
     assert kv.lookup(keys) == swa.lookup(keys) == [False] + [True] * 9
     assert (kv.stats().evicted, kv.stats().evicted_bytes) == (1, BLOCK_BYTES)
     [line] = [message for message in caplog.messages if "evicted" in message]
-    assert line.startswith(f"evicted 2 blocks, 0.000 GB, from {tmp_path} in 0.")
+    assert re.match(rf"evicted 2 blocks, 0\.000 GB, from {tmp_path} in \d+\.\d s", line)
 
 
 def test_what_is_dumped_later_makes_room_for_itself(tmp_path: Path) -> None:
@@ -207,7 +208,11 @@ def test_ten_openings_leave_no_thread_no_descriptor_and_no_process_behind(tmp_pa
     before = descriptors_and_threads()
     for _ in range(10):
         once()
-    assert descriptors_and_threads() == before
+
+    def as_few_as_before() -> bool:  # Fewer, if something of another test has ended meanwhile.
+        return all(now <= then for now, then in zip(descriptors_and_threads(), before, strict=True))
+
+    until(as_few_as_before)
     assert evictors(tmp_path) == []
 
 
@@ -261,7 +266,8 @@ def test_of_many_processes_one_evicts_and_when_it_is_killed_another_takes_over(t
             first.kill()
             first.wait()
             [after] = until(lambda: [process for process in evictors(tmp_path) if process != before])
-            fill(tmp_path, SWA, minutes=30)
+            fill(tmp_path / "other", SWA, minutes=30)
+            (tmp_path / "other/sglang_v2").rename(tmp_path / "sglang_v2")
             os.kill(after, signal.SIGKILL)  # The new one scans.
             until(lambda: blocks_below(tmp_path) == 18)
             until(lambda: len(evictors(tmp_path)) == 1)
@@ -332,7 +338,9 @@ def test_a_root_where_nothing_can_be_told_is_warned_of_once(
     (tmp_path / ".ucm").mkdir()
     (tmp_path / DIRECTORY).write_text("in the way")
     store = open_store(tmp_path, blocks=19)
-    for _ in range(10):
+    assert store.dump(outgoing([1], KV)) == [DONE]
+    until(lambda: len(caplog.messages) >= 2)
+    for _ in range(5):  # Many rounds more.
         assert store.dump(outgoing([1], KV)) == [DONE]
         time.sleep(0.1)
     assert len(caplog.messages) == 2

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 1.0
 # What a busy machine may add. Ending the threads of an engine takes two seconds at most.
-SLACK_S = 2.0
+SLACK_S = 5.0
 CLOSE_S = 2.0
+# A second, and what a busy machine may add.
+RECOVERY_S = 1.0 + SLACK_S
 
 
 @pytest.fixture
@@ -55,10 +57,17 @@ def config(mount: FaultyMount) -> PosixStoreConfig:
 @pytest.fixture
 def store(mount: FaultyMount) -> Iterator[PosixStore]:
     store = PosixStore(SPEC, config(mount))
-    assert store.dump(outgoing([1, 2])) == [DONE, DONE]
+    soon(lambda: store.dump(outgoing([1, 2])) == [DONE, DONE])
     yield store
     mount.resume()
     store.close()
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    """Wait for storage that works to be used again: its workers, and its server, need a moment."""
+    deadline = time.monotonic() + RECOVERY_S
+    while not condition():
+        assert time.monotonic() < deadline
 
 
 def test_storage_that_hangs_costs_few_calls_their_deadline(mount: FaultyMount, store: PosixStore) -> None:
@@ -71,10 +80,9 @@ def test_storage_that_hangs_costs_few_calls_their_deadline(mount: FaultyMount, s
         assert store.load([guarded.block for guarded in incoming([3, 4])]) == [FAILED, FAILED]
     assert time.monotonic() - since < 2 * DEADLINE_S + SLACK_S
     mount.resume()
-    since = time.monotonic()
-    while store.lookup([key_of(1)]) != [True]:
-        assert time.monotonic() - since < DEADLINE_S
-    assert_loads(store, [1, 2])
+    soon(lambda: store.lookup([key_of(1)]) == [True])
+    soon(lambda: store.dump(outgoing([5])) == [DONE])
+    assert_loads(store, [1, 2, 5])
 
 
 def scan(store: PosixStore) -> None:
@@ -102,7 +110,7 @@ def test_an_operation_returns_at_its_deadline_and_works_again_when_storage_does(
     assert DEADLINE_S <= time.monotonic() - start < DEADLINE_S + SLACK_S
 
     mount.resume()
-    assert store.dump(outgoing([5])) == [DONE]
+    soon(lambda: store.dump(outgoing([5])) == [DONE])
     assert_loads(store, [2, 5])
     assert key_of(2) in list(store.scan())
 
@@ -175,5 +183,5 @@ def test_closing_is_bounded_and_the_stuck_threads_end_when_storage_answers(
     assert time.monotonic() - start < CLOSE_S + SLACK_S
     mount.resume()
     for thread in stuck:
-        thread.join(timeout=5)
+        thread.join(timeout=30)
         assert not thread.is_alive()

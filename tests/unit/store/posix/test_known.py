@@ -101,12 +101,12 @@ def test_a_removed_cache_is_seen_at_once(store: PosixStore, tmp_path: Path) -> N
 def test_a_block_that_does_not_answer_costs_itself_only_and_one_deadline(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = PosixStore(SPEC, PosixStoreConfig((str(tmp_path),), lookup_timeout_s=0.5))
+    store = PosixStore(SPEC, PosixStoreConfig((str(tmp_path),), lookup_timeout_s=2.0))
     store.dump(outgoing(list(range(MANY))))
     with hanging_call("stat", key_of(0).hex()):
         began = time.monotonic()
         assert store.lookup(KEYS) == [False] + [True] * (MANY - 1)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
     assert len(caplog.records) == 1
     assert key_of(50) in store.known
     store.close()

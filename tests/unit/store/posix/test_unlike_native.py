@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ucm.store import StoreSpec
 from ucm.store.posix.config import PosixStoreConfig
-from ucm.store.posix.engine import THREAD_NAME_PREFIX
 from ucm.store.posix.store import PosixStore
 from ucm.testing.posix_faults import hanging_call
 from ucm.testing.storage_faults import FAULTS
@@ -63,11 +62,7 @@ def test_idle_workers_do_not_wake_up(tmp_path: Path) -> None:
     store.dump(outgoing(list(range(20))))
     with hanging_call("preadv", key_of(1).hex()):
         load(store, list(range(20)))  # So that there are several.
-    workers = [
-        f"/proc/self/task/{thread.native_id}/status"
-        for thread in threading.enumerate()
-        if thread.name.startswith(THREAD_NAME_PREFIX)
-    ]
+    workers = [f"/proc/self/task/{thread.native_id}/status" for thread in store.engine._threads]
     assert workers
     # Until whatever they were doing is over.
     before = sleeps(workers)

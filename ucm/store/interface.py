@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
@@ -48,22 +48,22 @@ class StoreSpec:
         identity: 16-byte digest of everything that must match before two
             processes may share bytes. A stored block of another identity is
             never loaded.
+
+    Attributes:
+        block_bytes: Sum of the segments: what a block's payload takes in storage.
     """
 
     namespace: str
     segment_bytes: tuple[int, ...]
     identity: bytes
+    block_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.segment_bytes or min(self.segment_bytes) <= 0:
             raise ValueError(f"segment sizes must be positive, got {self.segment_bytes}")
         if len(self.identity) != KEY_BYTES:
             raise ValueError(f"identity must be {KEY_BYTES} bytes, got {len(self.identity)}")
-
-    @property
-    def block_bytes(self) -> int:
-        """Sum of the segments: what a block's payload takes in storage."""
-        return sum(self.segment_bytes)
+        object.__setattr__(self, "block_bytes", sum(self.segment_bytes))
 
 
 def check_blocks(spec: StoreSpec, blocks: Sequence[Block], *, writable: bool) -> None:

@@ -25,14 +25,13 @@ class Durability(enum.Enum):
 
     def rename(self, temp: str, path: str) -> None:
         """Give a file its name, in a directory that is made if needed."""
-        directory = os.path.dirname(path)
         try:
             os.rename(temp, path)
         except FileNotFoundError:
-            self._make_directory(directory)
+            self._make_directory(os.path.dirname(path))
             os.rename(temp, path)
         if self is Durability.FULL:
-            _flush_directory(directory)
+            _flush_directory(os.path.dirname(path))
 
     def _make_directory(self, directory: str) -> None:
         parent = os.path.dirname(directory)

@@ -27,7 +27,7 @@ from ucm.store.posix.lease import CallersLease, HostLease, LeaseRevokedError
 from ucm.store.posix.readers import Readers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 THREAD_NAME_PREFIX = "ucm-io"
 _CLOSE_TIMEOUT_S = 2.0
@@ -44,8 +44,6 @@ _PATIENCE_S = 0.001
 _PROMPT_S = 0.0002
 # So long a worker stays at its work while others of the same urgency wait.
 _TURN_S = 0.001
-
-_UNCOUNTED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -213,6 +211,24 @@ def _attempt(work: Work[T | None], count: int, lease: CallersLease, deadline: fl
     return results
 
 
+class _CountedCaller:
+    """Counts callers that write themselves as writers."""
+
+    __slots__ = ("_at_work", "_lock")
+
+    def __init__(self, at_work: dict[Urgency, int], lock: threading.Lock) -> None:
+        self._at_work = at_work
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._at_work[Urgency.WRITE] += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._at_work[Urgency.WRITE] -= 1
+
+
 class IoEngine:
     """A bounded set of daemon threads working off batches, the urgent ones first.
 
@@ -241,6 +257,10 @@ class IoEngine:
         self._begun: dict[Urgency, dict[int, float]] = {urgency: {} for urgency in Urgency}
         self._readers = Readers()
         self._give_way = {Urgency.READ: None, Urgency.WRITE: self._readers.give_way}
+        self._callers_part: dict[Urgency, contextlib.AbstractContextManager[None]] = {
+            Urgency.READ: contextlib.nullcontext(),
+            Urgency.WRITE: _CountedCaller(self._at_work, self._lock),
+        }
         self._callers_own = {urgency: CallersLease(self._give_way[urgency]) for urgency in Urgency}
         # One entry wakes one worker. Cheaper than a condition, and a batch may be gone when the worker looks.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -312,7 +332,7 @@ class IoEngine:
         helpers = min(threads, _PROCESSORS) - 1 if is_shared else 0
         results: list[T | None] = []
         if attempt is not None and not helpers:
-            with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
+            with self._callers_part[urgency]:
                 results += _attempt(attempt, count, self._callers_own[urgency], deadline)
             if len(results) == count:
                 return results
@@ -321,7 +341,7 @@ class IoEngine:
         try:
             if attempt is not None and helpers:
                 self._submit(batch, helpers)
-                with self._counted() if urgency is Urgency.WRITE else _UNCOUNTED:
+                with self._callers_part[urgency]:
                     done = batch.help(attempt, _caller.scratch, self._callers_own[urgency], deadline)
                 if done:
                     threads = helpers
@@ -438,17 +458,6 @@ class IoEngine:
                         return lane
                 self._idle += 1
             self._wakes.get()
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Let a caller that writes itself count as a writer."""
-        with self._lock:
-            self._at_work[Urgency.WRITE] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._at_work[Urgency.WRITE] -= 1
 
     def _leave(self, lane: _Lane) -> None:
         with self._lock:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ucm.store import KVStore, StoreSpec
 
 MINUTE_S = 60.0
+# One instant for all blocks of a process: none is a minute younger because a minute has just ended.
+_NOW_S = time.time()
 
 
 def dump_aged(store: KVStore, storage: Path, numbers: Sequence[int], minutes_ago: float) -> None:
@@ -27,6 +29,6 @@ def dump_aged(store: KVStore, storage: Path, numbers: Sequence[int], minutes_ago
 
 def age(storage: Path, spec: StoreSpec, numbers: Iterable[int], minutes_ago: float) -> None:
     """Move the last use of stored blocks to the middle of a minute in the past."""
-    minute = (time.time() - minutes_ago * MINUTE_S) // MINUTE_S * MINUTE_S + MINUTE_S / 2
+    minute = (_NOW_S - minutes_ago * MINUTE_S) // MINUTE_S * MINUTE_S + MINUTE_S / 2
     for number in numbers:
         os.utime(block_path(storage, spec, key_of(number)), (minute, minute))

@@ -49,6 +49,8 @@ MODELS = {
 def _no_evictor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave it to the test what is told, and when somebody evicts."""
     monkeypatch.setattr(service, "_TICK_S", 10_000.0)
+    # It would tell what was used when an evictor comes up, too: before the test has asked, or after.
+    monkeypatch.setattr(service, "publish", lambda _roots, _logs: [])
 
 
 class Conversations:
@@ -165,8 +167,10 @@ def test_without_prefixes_told_the_shared_beginning_goes_first_and_that_is_warne
 
 
 def test_a_prefix_is_touched_once_a_minute_and_only_if_something_evicts(
-    tmp_path: Path, attach: Attach
+    tmp_path: Path, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     pools = host_pools(MhaModel())
     info = HiCacheStorageExtraInfo(prefix_keys=["a" * 64, "b" * 64])
     indices = page_indices(pools.anchor, [0])

@@ -55,7 +55,9 @@ def test_100_writers_killed_at_random_instants_leave_no_orphan_and_no_false_hit(
     rng = random.Random(1)  # noqa: S311 -- a repeatable choice of instants.
     numbers = list(range(count))
     partly = 0
-    for _ in range(100):
+    for killed in range(400):
+        if killed >= 100 and partly > 10:  # A busy machine may need more to hit enough of them at their work.
+            break
         writer, pipe = start(write_endlessly, str(tmp_path), spec, numbers)
         assert pipe.poll(60)
         pipe.recv()

@@ -326,9 +326,13 @@ class ReleaseController:
         """Wait for the acknowledgement of a backup, and return its number of tokens.
 
         Raises:
-            TimeoutError: It did not come.
+            TimeoutError: It did not come, or cannot come any more: the thread has died.
         """
-        return int(_next(self.inner.ack_backup_queue, time.monotonic() + timeout_s).completed_tokens)
+        deadline = time.monotonic() + timeout_s
+        acknowledged = self.inner.ack_backup_queue
+        while acknowledged.empty() and self.inner.backup_thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return int(_next(acknowledged, time.monotonic()).completed_tokens)
 
     def page_hashes(self, tokens: list[int]) -> list[str]:
         """Return the storage keys of a prompt's pages."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 64
 TOKENS = list(range(2 * PAGE_TOKENS))
-SOON_S = 3.0
+SOON_S = 60.0
 
 
 @pytest.fixture(params=["plain", "hybrid"])

@@ -125,6 +125,12 @@ def _store(directories: list[Path], arguments: argparse.Namespace) -> Report:
         return store.measure(directories, native=native, page_sizes=sizes, budget_s=budget_s)
 
 
+def _steps(directories: list[Path], arguments: argparse.Namespace) -> Report:
+    from benchmarks import steps, store
+
+    return steps.measure(directories, page_sizes=store.PAGE_BYTES[:: 3 if arguments.quick else 1])
+
+
 def _cold(directories: list[Path], arguments: argparse.Namespace) -> Report:
     from benchmarks import cold
 
@@ -176,6 +182,7 @@ BENCHMARKS: dict[str, Callable[[list[Path], argparse.Namespace], Report]] = {
     "capacity": _capacity,
     "idle": _idle,
     "store": _store,
+    "steps": _steps,
     "cold": _cold,
     "rivals": _rivals,
 }

@@ -160,7 +160,7 @@ class SystemCalls(BlockWork):
         return list((map if self._threads == 1 else self._executor.map)(call, keys, numbers))
 
     def _write(self, key: bytes, page: int) -> bool:
-        temporary = f"{self._prefix}/{TEMP_DIRECTORY}/{key.hex()}"
+        temporary = self._temporary(key)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         written = os.pwritev(descriptor, self._views[page], 0)
         os.close(descriptor)
@@ -172,6 +172,9 @@ class SystemCalls(BlockWork):
         read = os.preadv(descriptor, self._views[page], 0)
         os.close(descriptor)
         return read == self.pages.page_bytes
+
+    def _temporary(self, key: bytes) -> str:
+        return f"{self._prefix}/{TEMP_DIRECTORY}/{key.hex()}"
 
     def _path(self, key: bytes) -> str:
         name = key.hex()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -38,7 +39,8 @@ METHOD = f"""\
 the page cache before each turn. `other` is then the native PosixStore of {native_ucm.wheel()} in a
 process of its own, with `io_direct` off and on; with it on it fails for pages that are no multiple of
 {SECTOR_BYTES} bytes, so there is no such line. `{GET}`: the data is in the page cache, and `other` reads
-the same bytes from one plain file with `os.preadv`. Batches of about {BATCH_BYTES // 1_000_000} MB.
+the same bytes from one plain file with `os.preadv`. `the disk's limit`, shown: that file read around the
+page cache by one call into aligned memory. Batches of about {BATCH_BYTES // 1_000_000} MB.
 Required: {BUFFERED_SPEEDUP:g} times as fast as native buffered, {DIRECT_SPEEDUP:g} times
 native direct, 1.25 times the plain file's time at most."""
 
@@ -95,12 +97,46 @@ class PlainFile(BlockWork):
         return [move(self._descriptor, self._views, 0) == wanted] * len(keys)
 
 
+class DiskLimit(PlainFile):
+    """The same file read around the page cache by one call: what the disk gives."""
+
+    def __init__(self, directory: Path, page_bytes: int, count: int) -> None:
+        super().__init__(directory, page_bytes, count)
+        self.name = "one direct read"
+        self._direct = os.open(directory / "plain", os.O_RDONLY | os.O_DIRECT)
+        self._room = mmap.mmap(-1, page_bytes * count + mmap.PAGESIZE)
+
+    def get(self, keys: Sequence[bytes]) -> list[bool]:
+        """Read it into aligned memory."""
+        wanted = len(keys) * self.pages.page_bytes
+        whole = wanted + -wanted % mmap.PAGESIZE
+        with memoryview(self._room) as room:
+            return [os.preadv(self._direct, [room[:whole]], 0) == wanted] * len(keys)
+
+    def check(self, phase: str, round_number: int, result: object) -> None:
+        """Check the verdicts, and after a read the bytes, where the pages are."""
+        if phase == COLD:
+            with memoryview(self._room) as room:
+                offset = 0
+                for view in self._views:
+                    view[:] = room[offset : offset + view.nbytes]
+                    offset += view.nbytes
+            self._room[:] = bytes(len(self._room))
+        super().check(phase, round_number, result)
+
+    def close(self) -> None:
+        """Close the file and free the memory."""
+        os.close(self._direct)
+        self._room.close()
+        super().close()
+
+
 def _compare(parent: Path, native: Path, page_bytes: int, budget_s: float) -> list[Comparison]:
     storage = describe_filesystem(parent)
     count = max(4, BATCH_BYTES // page_bytes)
     progress(f"cold: {count} x {format_bytes(page_bytes)}, {storage}")
 
-    def line(phase: str, against: str, other: str, times: PairedTimes, required: float) -> Comparison:
+    def line(phase: str, against: str, other: str, times: PairedTimes, required: float | None) -> Comparison:
         labels = {"storage": storage, "page": f"{page_bytes:,}", "call": phase, "against": against}
         return Comparison(
             labels=labels,
@@ -125,6 +161,8 @@ def _compare(parent: Path, native: Path, page_bytes: int, budget_s: float) -> li
         return lines
     buffered = compete(COLD, lambda directory: NativeProcess(native, directory, page_bytes, count))
     lines.append(line(COLD, "io_direct off", NativeProcess.name, buffered, BUFFERED_SPEEDUP))
+    limit = compete(COLD, lambda directory: DiskLimit(directory, page_bytes, count))
+    lines.append(line(COLD, "the disk's limit", "one direct read", limit, None))
     if page_bytes % SECTOR_BYTES == 0:
         direct = compete(
             COLD, lambda directory: NativeProcess(native, directory, page_bytes, count, io_direct=True)

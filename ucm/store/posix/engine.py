@@ -35,8 +35,11 @@ _CLOSE_TIMEOUT_S = 2.0
 _BYTES_PER_THREAD = 2 * 1024 * 1024
 # What waits for nothing is work for processors; more threads than those only fight for the GIL.
 _PROCESSORS = len(os.sched_getaffinity(0))
-# Two threads with smaller items than that pass the GIL to each other for longer than they work.
-_LEAST_SHARED_BYTES = 256 * 1024
+# Two threads with smaller items than that pass the GIL to each other for longer than they work. Of larger
+# ones that depends on the storage (reading tmpfs takes twice as long as a disk's page cache): they are shared
+# once one of them has taken so long, or from the start if they are very large.
+_LEAST_SHARED_BYTES, _SURELY_SHARED_BYTES = 256 * 1024, 1024 * 1024
+_LEAST_SHARED_S = 0.00008
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
 _PATIENCE_S = 0.001
@@ -199,18 +202,6 @@ class _CallerMemory(threading.local):
 _caller = _CallerMemory()
 
 
-def _attempt(work: Work[T | None], count: int, lease: CallersLease, deadline: float) -> list[T]:
-    """Return the results of the items before the first one to which `work` answers None."""
-    scratch = _caller.scratch
-    results: list[T] = []
-    for index in range(count):
-        result = work(index, scratch, lease)
-        if result is None or time.monotonic() > deadline:
-            break
-        results.append(result)
-    return results
-
-
 class _CountedCaller:
     """Counts callers that write themselves as writers."""
 
@@ -331,9 +322,9 @@ class IoEngine:
         is_shared = attempt is not None and moved_bytes >= count * _LEAST_SHARED_BYTES
         helpers = min(threads, _PROCESSORS) - 1 if is_shared else 0
         results: list[T | None] = []
-        if attempt is not None and not helpers:
+        if attempt is not None and (not helpers or moved_bytes < count * _SURELY_SHARED_BYTES):
             with self._callers_part[urgency]:
-                results += _attempt(attempt, count, self._callers_own[urgency], deadline)
+                results += self._attempt(attempt, count, urgency, deadline, may_be_shared=helpers > 0)
             if len(results) == count:
                 return results
         ranges = _ranges(parts or [count], len(results))
@@ -368,6 +359,26 @@ class IoEngine:
                 lanes[:] = [lane for lane in lanes if lane.batch is not batch]
             batch.lanes.clear()  # They refer to each other: it would be kept until the next collection.
         return results + batch.results()
+
+    def _attempt(
+        self, work: Work[T | None], count: int, urgency: Urgency, deadline: float, *, may_be_shared: bool
+    ) -> list[T]:
+        """Return the results of the items before the first one that has to wait.
+
+        If they may be shared with workers, no more than those up to the first that takes long enough.
+        """
+        scratch, lease = _caller.scratch, self._callers_own[urgency]
+        results: list[T] = []
+        now = time.monotonic()
+        for index in range(count):
+            result, begun = work(index, scratch, lease), now
+            now = time.monotonic()
+            if result is None or now > deadline:
+                break
+            results.append(result)
+            if may_be_shared and now - begun > _LEAST_SHARED_S:
+                break
+        return results
 
     def _giving_way(self, work: Work[T]) -> Work[T]:
         """Let those who read go first after each item, too."""

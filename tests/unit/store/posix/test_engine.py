@@ -99,11 +99,34 @@ def test_small_items_are_not_shared_between_a_caller_and_workers(
 ) -> None:
     monkeypatch.setattr(engine_module, "_PROCESSORS", 3)
     monkeypatch.setattr(engine_module, "_PROMPT_S", LONG_S)  # Nobody is called later, however slow this is.
-    for item_bytes, threads in ((64 << 10, 0), (256 << 10, 2)):
-        engine.run(
+    for item_bytes, least_s, threads in (
+        (64 << 10, -1.0, 0),
+        (256 << 10, LONG_S, 0),  # They are done too fast.
+        (256 << 10, -1.0, 2),
+    ):
+        monkeypatch.setattr(engine_module, "_LEAST_SHARED_S", least_s)
+        results = engine.run(
             square, 100, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=100 * item_bytes, attempt=square
         )
+        assert results == [n * n for n in range(100)]
         assert len(engine._threads) == threads
+
+
+def test_very_large_items_are_shared_from_the_start(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PROCESSORS", 2)
+    monkeypatch.setattr(engine_module, "_LEAST_SHARED_S", LONG_S)
+    both_at_work = threading.Barrier(2)
+
+    def work(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        both_at_work.wait(LONG_S)
+        return index
+
+    assert engine.run(work, 2, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=4 << 20, attempt=work) == [
+        0,
+        1,
+    ]
 
 
 def test_items_that_wait_get_more_workers(engine: IoEngine) -> None:

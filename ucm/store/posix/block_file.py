@@ -14,7 +14,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from ucm.store.errors import BlockCorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucm.store.interface import BlockKey, StoreSpec
 
@@ -41,8 +41,13 @@ def payload_checksum(segments: Sequence[memoryview]) -> int:
     """Return XXH3-64 over the segments as if they were one."""
     if len(segments) == 1 and segments[0].nbytes <= _HASH_PIECE_BYTES:
         return xxh3_64_intdigest(segments[0])
+    return checksum_of(hash_pieces(segments))
+
+
+def checksum_of(pieces: Iterable[memoryview]) -> int:
+    """Return the same of a payload that comes piece by piece."""
     digest = xxh3_64()
-    for piece in hash_pieces(segments):
+    for piece in pieces:
         digest.update(piece)
     return digest.intdigest()
 

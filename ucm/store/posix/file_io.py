@@ -13,13 +13,12 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from xxhash import xxh3_64
-
 from ucm.store.errors import BlockCorruptError
 from ucm.store.posix import prompt
 from ucm.store.posix.block_file import (
     FOOTER_BYTES,
     check_footer,
+    checksum_of,
     encode_footer,
     file_bytes,
     hash_pieces,
@@ -38,7 +37,7 @@ from ucm.store.posix.reading import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from ucm.store.interface import Block, BlockKey, StoreSpec
     from ucm.store.posix.durability import Durability
@@ -291,7 +290,7 @@ def write_block(
         LeaseRevokedError: The caller no longer waits.
         OSError: Storage failed.
     """
-    footer = encode_footer(spec, block.key, _checksum_in_steps(block.segments, lease))
+    footer = encode_footer(spec, block.key, checksum_of(_in_steps(hash_pieces(block.segments), lease)))
     lease.step()
     descriptor = _create(temp)
     try:
@@ -313,13 +312,12 @@ def write_block(
         raise
 
 
-def _checksum_in_steps(segments: Sequence[memoryview], lease: HostLease) -> int:
-    digest = xxh3_64()
-    for piece in hash_pieces(segments):
+def _in_steps(pieces: Iterable[memoryview], lease: HostLease) -> Iterator[memoryview]:
+    """Give the lease for each piece, and let others go first before it."""
+    for piece in pieces:
         lease.step()
         with lease:
-            digest.update(piece)
-    return digest.intdigest()
+            yield piece
 
 
 def _create(temp: str) -> int:

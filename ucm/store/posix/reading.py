@@ -10,6 +10,7 @@ as to buffered reads; what is in the page cache comes faster from there.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import errno
 import fcntl
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Of a block smaller than that, the page cache's read-ahead is one request as well.
-DIRECT_BYTES = 128 * 1024
+DIRECT_BYTES = 64 * 1024
 # Offsets and lengths of direct reads; no device in use asks for more.
 ALIGNMENT = 4096
+_SECTOR_BYTES = 512
+# More than that is copied without the GIL, for which other workers wait before they can read on.
+_LEAST_FREE_BYTES = 64 * 1024
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -55,12 +59,12 @@ class DirectReads:
         """Find out by a file that has just been written."""
         with memoryview(mmap.mmap(-1, ALIGNMENT)) as room:
             try:
-                set_direct(descriptor, True)
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
                 os.preadv(descriptor, [room], 0)
             except OSError as exc:
                 self.refuse_if_that_is_why(exc)
             finally:
-                set_direct(descriptor, False)
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
     def refuse_if_that_is_why(self, error: OSError) -> None:
         """Give direct reads up if the file system cannot do them; raises any other error again."""
@@ -125,17 +129,20 @@ def read_direct(
     done: int,
     lease: HostLease,
     bounce: memoryview,
-) -> int:
-    """Do the same around the page cache, from the aligned offset before that, up to the first short read.
+) -> tuple[int, bool]:
+    """Do the same around the page cache, with a file open for that, from the aligned offset before `done` on.
 
     `start` has to be aligned.
+
+    Returns:
+        How many bytes are done after the first short read; and whether that is certainly the end of the
+        file or of the buffers.
 
     Raises:
         OSError: EINVAL if the file system cannot do it.
     """
     total = sum(buffer.nbytes for buffer in buffers)
     done -= done % ALIGNMENT
-    set_direct(descriptor, True)
     while done < total:
         wanted = total - done
         piece = bounce[: wanted + -wanted % ALIGNMENT]
@@ -143,25 +150,27 @@ def read_direct(
         with lease:
             scatter(piece[: min(count, wanted)], buffers, done)
         done += min(count, wanted)
-        if count < piece.nbytes:  # The end of the file, most likely; a direct read cannot go on from here.
-            break
-    return done
-
-
-def set_direct(descriptor: int, direct: bool) -> None:
-    """Read an open file around the page cache from now on, or through it."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        if count < piece.nbytes:
+            # A direct read cannot go on in the middle of a sector, nor does it stop there but at the end.
+            return done, bool(count % _SECTOR_BYTES)
+    return done, True
 
 
 def scatter(piece: memoryview, buffers: Sequence[memoryview], offset: int) -> None:
-    """Copy `piece` to `offset` of the buffers, which count as one."""
+    """Copy `piece`, which has to be writable, to `offset` of the buffers, which count as one."""
     for view in unfilled(buffers, offset):
         if not piece.nbytes:
             break
         size = min(view.nbytes, piece.nbytes)
-        view[:size] = piece[:size]
+        if size < _LEAST_FREE_BYTES:
+            view[:size] = piece[:size]
+        else:
+            ctypes.memmove(_address(view), _address(piece), size)
         piece = piece[size:]
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def unfilled(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import pytest
 
 from ucm.store import StoreSpec
 from ucm.store.posix import file_io
+from ucm.store.posix.block_file import FOOTER_BYTES
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.lease import HostLease
 from ucm.store.posix.reading import DIRECT_BYTES, IoMode, read_direct
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 ODD = StoreSpec("odd_x2", (2_500_001, 77_777), SPEC.identity)
 ALIGNED = StoreSpec("aligned_x1", (1 << 21,), SPEC.identity)
 SMALL = StoreSpec("small_x1", (5000,), SPEC.identity)
+# With the footer, its files end where a sector ends.
+SECTORS = StoreSpec("sectors_x1", ((1 << 17) - FOOTER_BYTES + 512,), SPEC.identity)
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def require_direct(store: PosixStore) -> None:
         pytest.skip("this file system cannot be read around the page cache")
 
 
-@pytest.mark.parametrize("spec", [ODD, ALIGNED, SMALL], ids=lambda spec: spec.namespace)
+@pytest.mark.parametrize("spec", [ODD, ALIGNED, SMALL, SECTORS], ids=lambda spec: spec.namespace)
 @pytest.mark.parametrize("io_mode", IoMode)
 def test_every_mode_reads_the_same_bytes_cold_and_warm(
     open_store: Callable[..., PosixStore], tmp_path: Path, spec: StoreSpec, io_mode: IoMode
@@ -102,7 +107,7 @@ def test_only_what_is_not_cached_is_read_around_the_page_cache(
     assert direct_reads == []
     drop(tmp_path, ODD, 2)
     assert_loads(store, [1, 2])
-    assert direct_reads == [0, file_io._BOUNCE_BYTES]
+    assert direct_reads == [0, file_io._HUGE_PAGE_BYTES]
     store.close()
 
 
@@ -133,7 +138,7 @@ def test_direct_mode_never_reads_through_the_page_cache(
     store.dump(outgoing([1], ODD))
     direct_reads.clear()
     assert_loads(store, [1])
-    assert direct_reads == [0, file_io._BOUNCE_BYTES]
+    assert direct_reads == [0, file_io._HUGE_PAGE_BYTES]
     store.close()
 
 
@@ -220,20 +225,47 @@ def test_another_error_of_a_direct_read_costs_the_block_only(
     store.close()
 
 
-@pytest.mark.parametrize("change", [-4096, -64, -1, 1, 4096, 1 << 20])
+@pytest.mark.parametrize("spec", [ALIGNED, SECTORS], ids=lambda spec: spec.namespace)
+@pytest.mark.parametrize("change", [-4096, -512, -64, -1, 1, 512, 4096, 1 << 20])
 def test_a_cold_file_of_another_length_is_no_block(
-    open_store: Callable[..., PosixStore], tmp_path: Path, change: int
+    open_store: Callable[..., PosixStore], tmp_path: Path, spec: StoreSpec, change: int
 ) -> None:
-    store = open_store(ALIGNED)
-    store.dump(outgoing([1], ALIGNED))
-    path = block_path(tmp_path, ALIGNED, key_of(1))
+    store = open_store(spec)
+    store.dump(outgoing([1], spec))
+    path = block_path(tmp_path, spec, key_of(1))
     whole = path.read_bytes()
     path.write_bytes(whole[:change] if change < 0 else whole + bytes(change))
-    drop(tmp_path, ALIGNED, 1)
+    drop(tmp_path, spec, 1)
     if change == -64:  # Exactly a payload, as the native store leaves it.
         assert_loads(store, [1])
     else:
         assert load(store, [1])[0] == [CORRUPT]
+    store.close()
+
+
+def test_a_direct_read_that_stops_between_sectors_is_no_end_of_a_file(
+    open_store: Callable[..., PosixStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(SECTORS)
+    require_direct(store)
+    store.dump(outgoing([1, 2], SECTORS))
+    with block_path(tmp_path, SECTORS, key_of(2)).open("ab") as longer:
+        longer.write(b"!")
+    for number in (1, 2):
+        drop(tmp_path, SECTORS, number)
+    stops_at = [SECTORS.block_bytes + FOOTER_BYTES, 1 << 16]
+    preadv = os.preadv
+
+    def stop(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            (buffer,) = buffers
+            return preadv(descriptor, [buffer[: stops_at.pop()]], offset, flags)
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", stop)
+    assert_loads(store, [1])
+    assert load(store, [2])[0] == [CORRUPT]
+    assert stops_at == []
     store.close()
 
 
@@ -244,9 +276,25 @@ def test_a_direct_read_may_begin_anywhere(tmp_path: Path) -> None:
     room[:5000] = data[:5000]
     store = PosixStore(SMALL, PosixStoreConfig((str(tmp_path / "store"),)))
     require_direct(store)
-    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY | os.O_DIRECT)
     bounce = file_io.Scratch().bounce[:4096]
-    assert read_direct(descriptor, [room[:3333], room[3333:]], 0, 5000, HostLease(), bounce) == 10_001
+    assert read_direct(descriptor, [room[:3333], room[3333:]], 0, 5000, HostLease(), bounce) == (10_001, True)
     assert bytes(room[:10_001]) == data
     os.close(descriptor)
     store.close()
+
+
+def test_a_worker_reads_into_memory_that_asks_for_a_huge_page() -> None:
+    bounce = file_io.Scratch().bounce
+    address = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
+    assert address % file_io._HUGE_PAGE_BYTES == 0
+    flags = {}
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(number, 16) for number in match.groups())
+        elif line.startswith("VmFlags:"):
+            flags[first, last] = line.split()[1:]
+    (ours,) = (flags[first, last] for first, last in flags if first <= address < last)
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        assert "hg" in ours  # Asked for;
+    assert "sh" not in ours  # and shared memory gets none.

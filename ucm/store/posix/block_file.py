@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ucm.store.errors import BlockCorruptError
+from ucm.store.host_memory import LEAST_FREE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,8 @@ _FIELDS = struct.Struct("<4sI16s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 FOOTER_BYTES = _FIELDS.size + _CHECKSUM.size
 
-# xxhash lets go of the GIL for large input. At memory speed that gains nothing, and getting the
-# GIL back from a busy thread takes up to 5 ms; pieces of this size are hashed without a hand-over.
-_HASH_PIECE_BYTES = 256 * 1024
+# While xxhash hashes more than 64 KiB it lets go of the GIL: segments below `LEAST_FREE_BYTES` are cut.
+_HELD_PIECE_BYTES = 64 * 1024
 
 
 def file_bytes(spec: StoreSpec) -> int:
@@ -39,7 +39,7 @@ def file_bytes(spec: StoreSpec) -> int:
 
 def payload_checksum(segments: Sequence[memoryview]) -> int:
     """Return XXH3-64 over the segments as if they were one."""
-    if len(segments) == 1 and segments[0].nbytes <= _HASH_PIECE_BYTES:
+    if len(segments) == 1 and not _HELD_PIECE_BYTES < segments[0].nbytes < LEAST_FREE_BYTES:
         return xxh3_64_intdigest(segments[0])
     return checksum_of(hash_pieces(segments))
 
@@ -53,10 +53,13 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
 
 
 def hash_pieces(segments: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Cut segments so that hashing a piece takes no longer than some microseconds."""
+    """Cut segments into what is best hashed at a time."""
     for segment in segments:
-        for start in range(0, segment.nbytes, _HASH_PIECE_BYTES):
-            yield segment[start : start + _HASH_PIECE_BYTES]
+        if segment.nbytes >= LEAST_FREE_BYTES:
+            yield segment
+            continue
+        for start in range(0, segment.nbytes, _HELD_PIECE_BYTES):
+            yield segment[start : start + _HELD_PIECE_BYTES]
 
 
 def encode_footer(spec: StoreSpec, key: BlockKey, checksum: int) -> bytes:

@@ -10,7 +10,6 @@ as to buffered reads; what is in the page cache comes faster from there.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import errno
 import fcntl
@@ -18,6 +17,8 @@ import logging
 import mmap
 import os
 from typing import TYPE_CHECKING
+
+from ucm.store.host_memory import copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +32,6 @@ DIRECT_BYTES = 64 * 1024
 # Offsets and lengths of direct reads; no device in use asks for more.
 ALIGNMENT = 4096
 _SECTOR_BYTES = 512
-# More than that is copied without the GIL, for which other workers wait before they can read on.
-_LEAST_FREE_BYTES = 64 * 1024
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -157,20 +156,13 @@ def read_direct(
 
 
 def scatter(piece: memoryview, buffers: Sequence[memoryview], offset: int) -> None:
-    """Copy `piece`, which has to be writable, to `offset` of the buffers, which count as one."""
+    """Copy `piece`, which is writable, to `offset` of the buffers, which count as one."""
     for view in unfilled(buffers, offset):
         if not piece.nbytes:
             break
         size = min(view.nbytes, piece.nbytes)
-        if size < _LEAST_FREE_BYTES:
-            view[:size] = piece[:size]
-        else:
-            ctypes.memmove(_address(view), _address(piece), size)
+        copy(view, piece[:size])
         piece = piece[size:]
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def unfilled(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

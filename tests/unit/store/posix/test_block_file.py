@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 from hypothesis import given
@@ -51,6 +52,16 @@ def test_the_stored_form_is_these_bytes() -> None:
 
 def test_the_golden_bytes_decode_to_their_payload() -> None:
     assert decode_block(GOLDEN, SPEC, KEY).tobytes() == b"abcdefgh"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(65_537,), (1_048_575,), (1_048_576,), (65_536, 1, 2_000_000, 700_001), (3_000_000, 1_048_576, 70_000)],
+    ids=str,
+)
+def test_the_checksum_does_not_depend_on_how_it_is_computed(sizes: tuple[int, ...]) -> None:
+    payload = os.urandom(sum(sizes))
+    assert payload_checksum(segments_of(payload, sizes)) == xxh3_64_intdigest(payload)
 
 
 @given(st.binary(min_size=1, max_size=2000), st.data())

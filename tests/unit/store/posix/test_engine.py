@@ -477,7 +477,7 @@ def test_a_writer_rests_between_its_steps_while_somebody_reads(
 def test_a_dump_rests_in_the_midst_of_a_block_while_somebody_reads(
     tmp_path: Path, rests: list[float]
 ) -> None:
-    spec = StoreSpec(namespace="large", segment_bytes=(1 << 20,), identity=bytes(16))
+    spec = StoreSpec(namespace="large", segment_bytes=(1 << 18,), identity=bytes(16))
     store = PosixStore(spec, PosixStoreConfig((str(tmp_path),)))
     with somebody_reading(store.engine):
         assert store.dump(outgoing([0], spec)) == [BlockStatus.DONE]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 BlockKey = NewType("BlockKey", bytes)
 """The 16-byte name of a block, unique within its namespace."""
@@ -29,13 +29,20 @@ class BlockStatus(enum.Enum):
 class Block(NamedTuple):
     """A key and the host memory it is read from or written into.
 
-    `segments` are contiguous byte views in storage order; their lengths equal
-    the `segment_bytes` of the store's spec. The caller owns the memory and
-    keeps it alive and unchanged until the call that got the block returns.
+    The caller owns the memory and keeps it alive and unchanged until the call that got the block returns.
+
+    Args:
+        key: Its name.
+        segments: Contiguous byte views in storage order; their lengths equal the `segment_bytes`
+            of the store's spec.
+        publish: Called when a load has completed and verified the segments, before the block counts as
+            `DONE`; by the thread that loaded it, perhaps twice, and never after the call that got the
+            block has returned. It must not wait for anything.
     """
 
     key: BlockKey
     segments: Sequence[memoryview]
+    publish: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,8 @@ class MemoryStore(KVStore):
         for segment in block.segments:
             segment.cast("B")[:] = payload[start : start + segment.nbytes]
             start += segment.nbytes
+        if block.publish is not None:
+            block.publish()
         return BlockStatus.DONE
 
     def _require_open(self) -> None:

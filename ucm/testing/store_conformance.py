@@ -60,7 +60,8 @@ class GuardedBlock:
     def __init__(self, spec: StoreSpec, key: BlockKey, payload: bytes | None = None) -> None:
         self._buffers = [bytearray(_GUARD + bytes([_UNTOUCHED]) * n + _GUARD) for n in spec.segment_bytes]
         segments = [memoryview(buffer)[len(_GUARD) : -len(_GUARD)] for buffer in self._buffers]
-        self.block = Block(key, segments)
+        self.published: list[bytes] = []
+        self.block = Block(key, segments, lambda: self.published.append(self.payload))
         start = 0
         for segment in segments if payload is not None else ():
             segment[:] = (payload or b"")[start : start + len(segment)]
@@ -104,11 +105,12 @@ def incoming(numbers: Sequence[int], spec: StoreSpec = SPEC) -> list[GuardedBloc
 
 
 def load(store: KVStore, numbers: Sequence[int]) -> tuple[list[BlockStatus], list[GuardedBlock]]:
-    """Load blocks by number; return their verdicts and memory, guards checked."""
+    """Load blocks by number; return their verdicts and memory, guards and what was published checked."""
     memory = incoming(numbers, store.spec)
     statuses = store.load([guarded.block for guarded in memory])
-    for guarded in memory:
+    for guarded, status in zip(memory, statuses, strict=True):
         guarded.assert_guards_intact()
+        assert set(guarded.published) == ({guarded.payload} if status is DONE else set())
     return statuses, memory
 
 
@@ -477,6 +479,7 @@ class DurableStoreConformance(StoreConformance):
         hurried.close()
         store.close()
         assert memory[1].payload == at_return
+        assert memory[1].published == []
 
     def test_a_hung_lookup_is_a_miss_at_the_deadline(self, store: KVStore, storage: Path) -> None:
         store.dump(outgoing([0, 1]))

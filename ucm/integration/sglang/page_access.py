@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ucm.integration.sglang.errors import UnsupportedPoolError
 from ucm.integration.sglang.sglang_compat import index_limit, indices_per_page, page_buffer_meta, page_parts
-from ucm.store.interface import BlockStatus
+from ucm.store.host_memory import copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucm.integration.sglang.sglang_compat import HostPool
 
@@ -29,6 +30,13 @@ _STAGING_BYTES = 64 << 20
 
 Page = list[memoryview]
 """The segments of one page, in storage order."""
+
+
+class Arrival(NamedTuple):
+    """Memory to load one page into, and what then makes it visible in the pool, if it lies elsewhere."""
+
+    segments: Page
+    publish: Callable[[], None] | None = None
 
 
 class PageAccess(Protocol):
@@ -58,20 +66,12 @@ class PageAccess(Protocol):
         """
         ...
 
-    def incoming(self, host_indices: torch.Tensor) -> list[Page]:
+    def incoming(self, host_indices: torch.Tensor) -> list[Arrival]:
         """Return the memory to load into, one entry per page; raises like `outgoing`."""
         ...
 
-    def publish(
-        self, host_indices: torch.Tensor, pages: Sequence[Page], statuses: Sequence[BlockStatus]
-    ) -> None:
-        """Make the pages that loaded completely visible in the pool, and take the memory back.
-
-        Args:
-            host_indices: What `incoming` was called with.
-            pages: What `incoming` returned.
-            statuses: The verdict on each page.
-        """
+    def take_back(self, arrivals: Sequence[Arrival]) -> None:
+        """Use the memory that `incoming` returned for other pages from now on."""
         ...
 
 
@@ -139,13 +139,11 @@ class ZeroCopyAccess(_PagesInPlace):
                 "stored, so K and V of different width cannot: start without --hicache-storage-backend",
             )
 
-    def incoming(self, host_indices: torch.Tensor) -> list[Page]:
+    def incoming(self, host_indices: torch.Tensor) -> list[Arrival]:
         """Return views of the host pages."""
-        return self.outgoing(host_indices)
+        return [Arrival(page) for page in self.outgoing(host_indices)]
 
-    def publish(
-        self, host_indices: torch.Tensor, pages: Sequence[Page], statuses: Sequence[BlockStatus]
-    ) -> None:
+    def take_back(self, arrivals: Sequence[Arrival]) -> None:
         """Do nothing: the pages lie where they were loaded."""
 
 
@@ -153,7 +151,7 @@ class StagedAccess(_PagesInPlace):
     """The store reads the host pages in place, and fills flat vectors outside the pool.
 
     For states, which have parts of different sizes and must be restored whole or
-    not at all: a vector is copied into the pool only once it is complete. It
+    not at all: a vector is copied into the pool only once it is complete and verified. It
     holds the parts one after the other, as the stored block does. At most 64 MiB,
     or one page, is staged for a load.
 
@@ -176,28 +174,29 @@ class StagedAccess(_PagesInPlace):
         self.batch_pages: int | None = max(1, _STAGING_BYTES // vector.nbytes)
         self._spare: deque[memoryview] = deque([vector], maxlen=self.batch_pages)
 
-    def incoming(self, host_indices: torch.Tensor) -> list[Page]:
+    def incoming(self, host_indices: torch.Tensor) -> list[Arrival]:
         """Return vectors outside the pool, one for each page, cut into its parts."""
-        pages = len(self._part_pointers(host_indices)) // len(self._part_bytes)
-        return [split(self._take(), self.segment_bytes) for _ in range(pages)]
+        arrivals = []
+        for page in self.outgoing(host_indices):
+            vector = split(self._take(), self.segment_bytes)
+            arrivals.append(Arrival(vector, partial(_copy_parts, page, vector)))
+        return arrivals
 
-    def publish(
-        self, host_indices: torch.Tensor, pages: Sequence[Page], statuses: Sequence[BlockStatus]
-    ) -> None:
-        """Copy what loaded completely into the pool."""
-        for host_page, page, status in zip(self.outgoing(host_indices), pages, statuses, strict=True):
-            if status is BlockStatus.DONE:
-                for part, loaded in zip(host_page, page, strict=True):
-                    torch.frombuffer(part, dtype=torch.uint8).copy_(
-                        torch.frombuffer(loaded, dtype=torch.uint8)
-                    )
-            self._spare.append(memoryview(page[0].obj))  # A slice still belongs to what it was cut from.
+    def take_back(self, arrivals: Sequence[Arrival]) -> None:
+        """Stage later pages in the same vectors."""
+        # A slice still belongs to what it was cut from.
+        self._spare.extend(memoryview(arrival.segments[0].obj) for arrival in arrivals)
 
     def _take(self) -> memoryview:
         try:
             return self._spare.pop()
         except IndexError:
             return _as_bytes(self._host_pool.get_dummy_flat_data_page())
+
+
+def _copy_parts(page: Page, loaded: Page) -> None:
+    for part, there in zip(page, loaded, strict=True):
+        copy(part, there)
 
 
 def probe_parts(pool: str, host_pool: HostPool) -> tuple[int, ...]:

@@ -157,9 +157,12 @@ class RegisteredPool:
     def _load_batch(self, page_hashes: Sequence[str], host_indices: torch.Tensor) -> Transfers:
         if not page_hashes:
             return []
-        pages = self._access.incoming(host_indices)
-        statuses = yield self.store, self._blocks(page_hashes, pages)
-        self._access.publish(host_indices, pages, statuses)
+        arrivals = self._access.incoming(host_indices)
+        blocks = [
+            Block(key, *arrival) for key, arrival in zip(self._keys(page_hashes), arrivals, strict=True)
+        ]
+        statuses = yield self.store, blocks
+        self._access.take_back(arrivals)
         return statuses
 
     def dump(self, page_hashes: Sequence[str], host_indices: torch.Tensor | None) -> Transfers:

@@ -182,10 +182,12 @@ class Load(_OnBlocks):
         super().__init__(store, blocks, store.config.load_timeout_s, can_attempt=store.files.can_read_now)
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
-        return self.store.files.load(self.blocks[index], scratch, lease)
+        block = self.blocks[index]
+        return _published(block, self.store.files.load(block, scratch, lease), lease)
 
     def attempt(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict | None:
-        return self.store.files.load_now(self.blocks[index], scratch, lease)
+        block = self.blocks[index]
+        return _published(block, self.store.files.load_now(block, scratch, lease), lease)
 
     def finish(self, verdicts: list[Verdict | None]) -> list[BlockStatus]:
         if verdicts.count(DONE) == len(verdicts):
@@ -220,15 +222,23 @@ class LoadInPieces(Load):
 
     def work(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict:
         block, piece = divmod(index, self.pieces)
-        return self.large[block].load(piece, scratch, lease)
+        return _published(self.blocks[block], self.large[block].load(piece, scratch, lease), lease)
 
     def attempt(self, index: int, scratch: Scratch, lease: HostLease) -> Verdict | None:
         block, piece = divmod(index, self.pieces)
-        return self.large[block].load_now(piece, scratch, lease)
+        return _published(self.blocks[block], self.large[block].load_now(piece, scratch, lease), lease)
 
     def finish(self, verdicts: list[Verdict | None]) -> list[BlockStatus]:
         starts = range(0, self.count, self.pieces)
         return super().finish([_of_whole(verdicts[start : start + self.pieces]) for start in starts])
+
+
+def _published(block: Block, verdict: V, lease: HostLease) -> V:
+    """Publish a block that has just been loaded, if its verdict says that it has."""
+    if block.publish is not None and (verdict is DONE or verdict is UNVERIFIED):
+        with lease:
+            block.publish()
+    return verdict
 
 
 def _of_whole(pieces: Sequence[Verdict | None]) -> Verdict | None:

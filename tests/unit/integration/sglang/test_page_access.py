@@ -8,14 +8,11 @@ import torch
 
 from ucm.integration.sglang import page_access
 from ucm.integration.sglang.page_access import StagedAccess, ZeroCopyAccess, flat_page
-from ucm.store.interface import BlockStatus
 from ucm.testing.host_pools import DeepSeekV4Model, DsaModel, MambaModel, MhaModel, MlaModel, host_pools
 from ucm.testing.pool_memory import fill_random, page_indices, read_page, read_pages
 
 if TYPE_CHECKING:
     from ucm.testing.host_pools import Model
-
-DONE, CORRUPT, FAILED = BlockStatus.DONE, BlockStatus.CORRUPT, BlockStatus.FAILED
 
 
 def flat(page: list[memoryview]) -> bytes:
@@ -65,12 +62,14 @@ def test_only_states_that_loaded_completely_reach_the_pool() -> None:
     access = StagedAccess("mamba", host_pool)
     indices = torch.tensor([1, 2, 3])
 
-    pages = access.incoming(indices)
-    for place, page in enumerate(pages):
-        for segment in page:
+    arrivals = access.incoming(indices)
+    for place, arrival in enumerate(arrivals):
+        for segment in arrival.segments:
             segment[:] = bytes([place + 1]) * len(segment)
     assert read_pages(host_pool) == before
-    access.publish(indices, pages, [DONE, CORRUPT, FAILED])
+    assert arrivals[0].publish is not None
+    arrivals[0].publish()
+    access.take_back(arrivals)
 
     assert read_page(host_pool, 1) == b"\x01" * len(before[0])
     assert [read_page(host_pool, 0), *read_pages(host_pool)[2:]] == [before[0], *before[2:]]
@@ -89,7 +88,7 @@ def test_staging_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pool, "get_dummy_flat_data_page", count)
     indices = torch.tensor([1, 2, 3])
     for _ in range(5):
-        access.publish(indices, access.incoming(indices), [FAILED] * 3)
+        access.take_back(access.incoming(indices))
 
     assert len(allocated) == 2  # One is there from registration.
 

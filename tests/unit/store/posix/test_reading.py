@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from ucm.testing.store_conformance import (
     DONE,
     SPEC,
     assert_loads,
+    incoming,
     key_of,
     load,
     outgoing,
@@ -240,6 +242,23 @@ def test_a_cold_file_of_another_length_is_no_block(
         assert_loads(store, [1])
     else:
         assert load(store, [1])[0] == [CORRUPT]
+    store.close()
+
+
+def test_no_call_returns_while_a_block_of_its_is_being_published(tmp_path: Path) -> None:
+    config = PosixStoreConfig((str(tmp_path),), io_mode=IoMode.DIRECT, load_timeout_s=0.2)
+    store = PosixStore(ODD, config)
+    store.files.can_read_now = False  # A worker is to do it, also in memory.
+    store.dump(outgoing([1], ODD))
+    ended = []
+
+    def publish() -> None:
+        time.sleep(1.0)  # Nothing real takes so long.
+        ended.append(True)
+
+    (guarded,) = incoming([1], ODD)
+    store.load([guarded.block._replace(publish=publish)])
+    assert ended == [True]
     store.close()
 
 

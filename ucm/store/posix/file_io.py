@@ -249,8 +249,8 @@ def _read_stored(
     """Go on after `done` bytes with what has to be waited for."""
     buffers, start, size = piece
     if found.direct is not None and found.direct.work and size >= DIRECT_BYTES:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             done, at_end = read_direct(descriptor, buffers, start, done, lease, scratch.bounce)
         except OSError as exc:
             found.direct.refuse_if_that_is_why(exc)

@@ -168,7 +168,7 @@ def test_small_blocks_are_not_worth_it(
     store.close()
 
 
-@pytest.mark.parametrize("refused_at", ["open", "read"])
+@pytest.mark.parametrize("refused_at", ["open", "flag", "read"])
 def test_a_file_system_that_refuses_is_read_through_the_page_cache_with_one_warning(
     open_store: Callable[..., PosixStore],
     tmp_path: Path,
@@ -183,13 +183,23 @@ def test_a_file_system_that_refuses_is_read_through_the_page_cache_with_one_warn
             raise OSError(errno.EINVAL, "Invalid argument")
         return preadv(descriptor, buffers, offset, flags)
 
+    change = fcntl.fcntl
+
+    def refuse_flag(descriptor: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return change(descriptor, command, argument)
+
     if refused_at == "open":
         monkeypatch.setattr(os, "preadv", refuse)
         store = open_store(ODD)
     else:
         store = open_store(ODD)
         require_direct(store)
-        monkeypatch.setattr(os, "preadv", refuse)
+        if refused_at == "flag":
+            monkeypatch.setattr(fcntl, "fcntl", refuse_flag)
+        else:
+            monkeypatch.setattr(os, "preadv", refuse)
     store.dump(outgoing([1, 2, 3], ODD))
     for number in (1, 2, 3):
         drop(tmp_path, ODD, number)

@@ -37,7 +37,8 @@ class Block(NamedTuple):
             of the store's spec.
         publish: Called when a load has completed and verified the segments, before the block counts as
             `DONE`; by the thread that loaded it, perhaps twice, and never after the call that got the
-            block has returned. It must not wait for anything.
+            block has returned. A block that came too late may have been published and not count as `DONE`.
+            It must not wait for anything.
     """
 
     key: BlockKey
@@ -115,7 +116,7 @@ class KVStore(ABC):
     Every method may be called from any thread. Each batch call returns exactly
     one verdict per entry, in order; one bad block never costs its neighbours.
     Batch calls return within the store's deadline, and once they have returned
-    nothing touches the segments any more. They raise `StoreUnavailableError`
+    nothing touches the segments nor publishes a block any more. They raise `StoreUnavailableError`
     only when the whole store is unusable, and `ValueError` for blocks that are
     not of the store's shape.
     """

@@ -69,6 +69,20 @@ def test_nothing_to_do_has_no_outcomes(stores: list[PosixStore]) -> None:
     assert dump_together([(stores[0], []), (stores[1], [])]) == [[], []]
 
 
+def test_a_fault_after_the_work_costs_no_other_store(
+    stores: list[PosixStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("a fault of our own")
+
+    dump_together([(store, outgoing([1], store.spec)) for store in stores])
+    monkeypatch.setattr(stores[1].counters, "loaded", fail)
+    blocks = [[incoming([1], store.spec)[0].block] for store in stores]
+    first, fault, last = load_together(list(zip(stores, blocks, strict=True)))
+    assert [first, last] == [[DONE], [DONE]]
+    assert isinstance(fault, RuntimeError)
+
+
 def test_what_one_store_refuses_costs_no_other(stores: list[PosixStore]) -> None:
     stores[0].close()
     of_another_shape = outgoing([1], SPEC)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Pages of a host pool as the memory segments a store reads from and writes into.
 
-The only module that handles raw addresses. Every address it takes from SGLang
-belongs to a page inside the pool, and becomes a `memoryview` of the length that
-was fixed when the pool was registered.
+The only module that takes raw addresses from SGLang. Each of them belongs to a page inside the pool, and
+becomes a `memoryview` of the length that was fixed when the pool was registered.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from ucm.store.errors import BlockCorruptError
+from ucm.store.host_memory import copy
 from ucm.store.interface import BlockStatus
 from ucm.store.native.connector import NativeCallError
 from ucm.store.posix.block_file import FOOTER_BYTES, check_footer, encode_footer, payload_checksum
@@ -245,7 +246,7 @@ def publish(
     start = 0
     with lease:
         for segment in block.segments:
-            segment.cast("B")[:] = room[start : start + segment.nbytes]
+            copy(segment.cast("B"), room[start : start + segment.nbytes])
             start += segment.nbytes
 
 

@@ -39,9 +39,8 @@ def file_bytes(spec: StoreSpec) -> int:
 
 def payload_checksum(segments: Sequence[memoryview]) -> int:
     """Return XXH3-64 over the segments as if they were one."""
-    if len(segments) == 1 and not _HELD_PIECE_BYTES < segments[0].nbytes < LEAST_FREE_BYTES:
-        return xxh3_64_intdigest(segments[0])
-    return checksum_of(hash_pieces(segments))
+    pieces = list(hash_pieces(segments))
+    return xxh3_64_intdigest(pieces[0]) if len(pieces) == 1 else checksum_of(pieces)
 
 
 def checksum_of(pieces: Iterable[memoryview]) -> int:
@@ -102,6 +101,8 @@ def is_footer_of(
     footer: bytes | memoryview, spec: StoreSpec, key: BlockKey, checksum: int | None = None
 ) -> bool:
     """Tell whether it ends a block of `spec` under `key`; arguments like `check_footer`."""
+    if len(footer) != FOOTER_BYTES:
+        return False
     try:
         check_footer(footer, spec, key, checksum)
     except BlockCorruptError:

@@ -140,4 +140,7 @@ def _result(call: Call[V], outcomes: Sequence[Verdict | Exception | None]) -> V 
         if isinstance(outcome, Exception):
             return outcome
         verdicts.append(outcome)
-    return call.finish(verdicts)
+    try:
+        return call.finish(verdicts)
+    except Exception as exc:  # Its own outcome, too.
+        return exc

@@ -373,9 +373,11 @@ class IoEngine:
         for index in range(count):
             result, begun = work(index, scratch, lease), now
             now = time.monotonic()
-            if result is None or now > deadline:
+            if result is None:
                 break
             results.append(result)
+            if now > deadline:
+                break
             if may_be_shared and now - begun > _LEAST_SHARED_S:
                 break
         return results

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 # The usual size; where others are in use it is merely memory aligned to that.
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
+_MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it.
 _FILE_MODE = 0o644
 _ANY_READ_BIT = 0o444
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
@@ -120,8 +121,10 @@ def _huge_page() -> memoryview:
     # Shared memory, Python's default, has no huge pages as a rule. Twice the room has an aligned half;
     # the rest is never touched.
     room = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # Kernels can be built without.
-        room.madvise(mmap.MADV_HUGEPAGE)
+    # A fork during a direct read would have the kernel copy what the disk is writing to; see open(2).
+    for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
+        with contextlib.suppress(OSError):  # Kernels can be built without huge pages.
+            room.madvise(advice)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     start = -address % _HUGE_PAGE_BYTES
     return memoryview(room)[start : start + _HUGE_PAGE_BYTES]

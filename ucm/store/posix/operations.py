@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _LOSSES = (BlockStatus.CORRUPT, BlockStatus.FAILED)
 
 V = TypeVar("V")
+LoadVerdict = TypeVar("LoadVerdict", bound=Verdict | None)
 
 
 class _Operation(Call[V]):
@@ -233,9 +234,14 @@ class LoadInPieces(Load):
         return super().finish([_of_whole(verdicts[start : start + self.pieces]) for start in starts])
 
 
-def _published(block: Block, verdict: V, lease: HostLease) -> V:
+def _published(block: Block, verdict: LoadVerdict, lease: HostLease) -> LoadVerdict:
     """Publish a block that has just been loaded, if its verdict says that it has."""
-    if block.publish is not None and (verdict is DONE or verdict is UNVERIFIED):
+    if (
+        block.publish is not None
+        and verdict is not None
+        and verdict.status is BlockStatus.DONE
+        and verdict is not LargeBlock.UNDER_WAY
+    ):
         with lease:
             block.publish()
     return verdict

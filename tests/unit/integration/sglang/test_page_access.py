@@ -56,7 +56,7 @@ def test_states_leave_from_where_they_are() -> None:
     assert access.component_bytes == (len(before[0]),)
 
 
-def test_only_states_that_loaded_completely_reach_the_pool() -> None:
+def test_a_state_reaches_the_pool_when_it_is_published_and_others_do_not() -> None:
     host_pool = host_pools(MambaModel())["mamba"]
     before = fill_random(host_pool)
     access = StagedAccess("mamba", host_pool)

@@ -54,6 +54,11 @@ def test_the_golden_bytes_decode_to_their_payload() -> None:
     assert decode_block(GOLDEN, SPEC, KEY).tobytes() == b"abcdefgh"
 
 
+@pytest.mark.parametrize("footer", [b"", GOLDEN[8:-1], GOLDEN[8:] + b"x"])
+def test_a_footer_of_another_length_is_none(footer: bytes) -> None:
+    assert not is_footer_of(footer, SPEC, KEY)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [(65_537,), (1_048_575,), (1_048_576,), (65_536, 1, 2_000_000, 700_001), (3_000_000, 1_048_576, 70_000)],

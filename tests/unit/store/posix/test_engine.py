@@ -187,6 +187,18 @@ def test_a_caller_helps_only_until_the_deadline(engine: IoEngine) -> None:
     assert results[-1] is None
 
 
+def test_what_the_caller_finished_too_late_is_finished(engine: IoEngine) -> None:
+    def slow(index: int, _scratch: Scratch, _lease: HostLease) -> int:
+        time.sleep(0.2)
+        return index
+
+    def leave_undone(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        """A worker may still come before the caller has gone."""
+
+    results = engine.run(leave_undone, 3, urgency=Urgency.READ, timeout_s=0.05, attempt=slow)
+    assert results == [0, None, None]  # Done a second time, it would count twice.
+
+
 def not_to_be_called(_index: int, _scratch: Scratch, lease: HostLease) -> int:
     lease.step()
     raise AssertionError("called")

@@ -25,6 +25,7 @@ from ucm.testing.posix_faults import block_path
 from ucm.testing.store_conformance import (
     CORRUPT,
     DONE,
+    HURRY_S,
     SPEC,
     assert_loads,
     incoming,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # Nothing here is a multiple of a sector, let alone of a page.
 ODD = StoreSpec("odd_x2", (2_500_001, 77_777), SPEC.identity)
 ALIGNED = StoreSpec("aligned_x1", (1 << 21,), SPEC.identity)
+HUGE = StoreSpec("huge_x1", (9_000_000,), SPEC.identity)  # Read in pieces.
 SMALL = StoreSpec("small_x1", (5000,), SPEC.identity)
 # With the footer, its files end where a sector ends.
 SECTORS = StoreSpec("sectors_x1", ((1 << 17) - FOOTER_BYTES + 512,), SPEC.identity)
@@ -255,18 +257,19 @@ def test_a_cold_file_of_another_length_is_no_block(
     store.close()
 
 
-def test_no_call_returns_while_a_block_of_its_is_being_published(tmp_path: Path) -> None:
-    config = PosixStoreConfig((str(tmp_path),), io_mode=IoMode.DIRECT, load_timeout_s=0.2)
-    store = PosixStore(ODD, config)
-    store.files.can_read_now = False  # A worker is to do it, also in memory.
-    store.dump(outgoing([1], ODD))
+@pytest.mark.parametrize("spec", [ODD, HUGE], ids=lambda spec: spec.namespace)
+def test_no_call_returns_while_a_block_of_its_is_being_published(tmp_path: Path, spec: StoreSpec) -> None:
+    config = PosixStoreConfig((str(tmp_path),), load_timeout_s=HURRY_S)
+    store = PosixStore(spec, config)
+    store.files.can_read_now = False  # A worker is to do it.
+    store.dump(outgoing([1], spec))
     ended = []
 
     def publish() -> None:
-        time.sleep(1.0)  # Nothing real takes so long.
+        time.sleep(HURRY_S + 0.5)  # Nothing real takes so long.
         ended.append(True)
 
-    (guarded,) = incoming([1], ODD)
+    (guarded,) = incoming([1], spec)
     store.load([guarded.block._replace(publish=publish)])
     assert ended == [True]
     store.close()
@@ -287,8 +290,7 @@ def test_a_direct_read_that_stops_between_sectors_is_no_end_of_a_file(
 
     def stop(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            (buffer,) = buffers
-            return preadv(descriptor, [buffer[: stops_at.pop()]], offset, flags)
+            return min(preadv(descriptor, buffers, offset, flags), stops_at.pop())
         return preadv(descriptor, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", stop)
@@ -327,3 +329,4 @@ def test_a_worker_reads_into_memory_that_asks_for_a_huge_page() -> None:
     if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         assert "hg" in ours  # Asked for;
     assert "sh" not in ours  # and shared memory gets none.
+    assert "wf" in ours  # A fork leaves it alone.

@@ -123,7 +123,7 @@ def run_calls(calls: Sequence[Call[V]], since: float) -> list[V | Exception]:
         timeout_s=since + min(call.timeout_s for call in calls) - time.monotonic(),
         moved_bytes=sum(call.count * call.item_bytes for call in calls),
         attempt=attempt if any(call.can_attempt for call in calls) else None,
-        parts=[call.count for call in by_size],
+        parts=[(call.count, call.item_bytes) for call in by_size],
     )
     results: dict[Call[V], V | Exception] = {}
     first = 0

@@ -71,14 +71,16 @@ class _Lane:
 
     Attributes:
         batch: What they belong to.
+        item_bytes: How much each of them moves.
         todo: Shared by the workers: taking the next item is one step.
         workers: How many are at it; changed by the engine only.
     """
 
-    __slots__ = ("batch", "todo", "workers")
+    __slots__ = ("batch", "item_bytes", "todo", "workers")
 
-    def __init__(self, batch: _Batch[Any], items: range) -> None:
+    def __init__(self, batch: _Batch[Any], items: range, item_bytes: int) -> None:
         self.batch = batch
+        self.item_bytes = item_bytes
         self.todo = deque(items)
         self.workers = 0
 
@@ -94,19 +96,22 @@ class _Batch(Generic[T]):
     """Items handed out to any number of workers, and one caller waiting for all of them.
 
     Args:
-        parts: What the work is called with, a lane each; the first one begins with the first item.
+        parts: What the work is called with, a lane each, and how many bytes an item of it moves; the first
+            one begins with the first item.
         work: Handles one item.
         urgency: The order among batches.
         lease: Guards the caller's memory.
     """
 
-    def __init__(self, parts: Sequence[range], work: Work[T], urgency: Urgency, lease: HostLease) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[range, int]], work: Work[T], urgency: Urgency, lease: HostLease
+    ) -> None:
         self.urgency = urgency
-        self.lanes = [_Lane(self, part) for part in parts]
+        self.lanes = [_Lane(self, items, item_bytes) for items, item_bytes in parts]
         self._work = work
         self._lease = lease
-        self._first = parts[0].start
-        self._unfinished = sum(map(len, parts))
+        self._first = parts[0][0].start
+        self._unfinished = sum(len(items) for items, _ in parts)
         self._results: list[T | None] = [None] * self._unfinished
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -269,7 +274,7 @@ class IoEngine:
         timeout_s: float,
         moved_bytes: int = 0,
         attempt: Work[T | None] | None = None,
-        parts: Sequence[int] = (),
+        parts: Sequence[tuple[int, int]] = (),
     ) -> list[T | None]:
         """Do `work` for every index below `count`.
 
@@ -283,7 +288,8 @@ class IoEngine:
             attempt: Called in this thread first, beside some workers if there is much to
                 do. Never waits for storage; None leaves this item and those after it
                 to the workers: they hardly are any better.
-            parts: How many items in a row belong together; no part waits for another one.
+            parts: How many items in a row belong together, and how many bytes each of them moves;
+                those with the largest come first. No part waits for another one.
 
         Returns:
             One result per item, in order; None for an item not finished in time. No
@@ -316,22 +322,23 @@ class IoEngine:
         deadline: float,
         moved_bytes: int,
         attempt: Work[T | None] | None,
-        parts: Sequence[int],
+        parts: Sequence[tuple[int, int]],
     ) -> list[T | None]:
+        parts = parts or [(count, moved_bytes // count)]
+        largest = parts[0][1]
         threads = min(count, 1 + moved_bytes // _BYTES_PER_THREAD)
-        is_shared = attempt is not None and moved_bytes >= count * _LEAST_SHARED_BYTES
+        is_shared = attempt is not None and largest >= _LEAST_SHARED_BYTES
         helpers = min(threads, _PROCESSORS) - 1 if is_shared else 0
         results: list[T | None] = []
-        if attempt is not None and (not helpers or moved_bytes < count * _SURELY_SHARED_BYTES):
+        if attempt is not None and (not helpers or largest < _SURELY_SHARED_BYTES):
             with self._callers_part[urgency]:
                 results += self._attempt(attempt, count, urgency, deadline, may_be_shared=helpers > 0)
             if len(results) == count:
                 return results
-        ranges = _ranges(parts or [count], len(results))
-        batch = _Batch(ranges, work, urgency, HostLease(self._give_way[urgency]))
+        batch = _Batch(_left(parts, len(results)), work, urgency, HostLease(self._give_way[urgency]))
         try:
             if attempt is not None and helpers:
-                self._submit(batch, helpers)
+                self._submit(batch, helpers, _LEAST_SHARED_BYTES)
                 with self._callers_part[urgency]:
                     done = batch.help(attempt, _caller.scratch, self._callers_own[urgency], deadline)
                 if done:
@@ -409,19 +416,22 @@ class IoEngine:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _submit(self, batch: _Batch[Any], workers: int) -> None:
+    def _submit(self, batch: _Batch[Any], workers: int, least_bytes: int = 0) -> None:
         with self._lock:
             if self._closed:
                 raise StoreUnavailableError("the store is closed")
             self._waiting.add(batch)
-        self._queue(batch)
+        self._queue(batch, least_bytes)
         self._call(workers)
 
-    def _queue(self, batch: _Batch[Any]) -> None:
-        """Let workers find a batch; once more if its caller puts something back: they drop empty lanes."""
+    def _queue(self, batch: _Batch[Any], least_bytes: int = 0) -> None:
+        """Let workers find a batch's lanes with items of that size or larger.
+
+        Once more if its caller puts something back: they drop empty lanes.
+        """
         with self._lock:
             lanes = self._queues[batch.urgency]
-            lanes += [lane for lane in batch.lanes if lane not in lanes]
+            lanes += [lane for lane in batch.lanes if lane.item_bytes >= least_bytes and lane not in lanes]
 
     def _call(self, workers: int) -> None:
         """Wake or start workers, as far as there are any."""
@@ -513,11 +523,13 @@ def _workers(lane: _Lane) -> int:
     return lane.workers
 
 
-def _ranges(parts: Sequence[int], first: int) -> list[range]:
-    """Return the indices of each part, without those below `first` and without empty ones."""
-    ends = list(itertools.accumulate(parts))
-    ranges = [range(max(end - count, first), end) for count, end in zip(parts, ends, strict=True)]
-    return [part for part in ranges if part]
+def _left(parts: Sequence[tuple[int, int]], first: int) -> list[tuple[range, int]]:
+    """Return the indices of each part instead of their number, without those below `first`."""
+    ends = itertools.accumulate(count for count, _ in parts)
+    left = [
+        (range(max(end - count, first), end), size) for (count, size), end in zip(parts, ends, strict=True)
+    ]
+    return [(items, size) for items, size in left if items]
 
 
 def _name_kernel_thread(name: str) -> None:

@@ -369,7 +369,7 @@ def test_a_part_that_hangs_holds_up_no_other_part(engine: IoEngine, urgency: Urg
             release.wait()
         return index
 
-    results = engine.run(work, 150, urgency=urgency, timeout_s=HURRY_S, parts=[50, 0, 100])
+    results = engine.run(work, 150, urgency=urgency, timeout_s=HURRY_S, parts=[(50, 0), (0, 0), (100, 0)])
     release.set()
     assert results == [None] * 50 + list(range(50, 150))
 

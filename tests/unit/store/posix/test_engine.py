@@ -129,6 +129,55 @@ def test_very_large_items_are_shared_from_the_start(
     ]
 
 
+def test_only_the_large_items_of_a_mixed_batch_are_shared(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PROCESSORS", 2)
+    monkeypatch.setattr(engine_module, "_LEAST_SHARED_S", LONG_S)
+    both_at_work = threading.Barrier(2)
+    large = [(2, 2 << 20)]
+    small = [(5, 64 << 10), (5, 1 << 10)]
+
+    def work(index: int, _scratch: Scratch, _lease: HostLease) -> threading.Thread:
+        if index < 2:
+            both_at_work.wait(LONG_S)
+        else:
+            time.sleep(0.005)  # A worker would have time to come.
+        return threading.current_thread()
+
+    threads = engine.run(
+        work,
+        12,
+        urgency=Urgency.READ,
+        timeout_s=LONG_S,
+        moved_bytes=4 << 20,
+        attempt=work,
+        parts=large + small,
+    )
+    assert len(set(threads[:2])) == 2
+    assert set(threads[2:]) == {threading.current_thread()}
+
+
+def test_small_items_that_the_caller_cannot_do_go_to_workers_after_all(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PROCESSORS", 2)
+
+    def attempt(index: int, _scratch: Scratch, _lease: HostLease) -> int | None:
+        return index if index < 5 else None
+
+    results = engine.run(
+        square,
+        12,
+        urgency=Urgency.READ,
+        timeout_s=LONG_S,
+        moved_bytes=4 << 20,
+        attempt=attempt,
+        parts=[(2, 2 << 20), (10, 1 << 10)],
+    )
+    assert results[5:] == [n * n for n in range(5, 12)]
+
+
 def test_items_that_wait_get_more_workers(engine: IoEngine) -> None:
     two_wait = threading.Barrier(2)
 

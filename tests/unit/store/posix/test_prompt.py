@@ -34,9 +34,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked: list[int] = []
     submit = IoEngine._submit
 
-    def record(engine: IoEngine, batch: object, workers: int) -> None:
+    def record(engine: IoEngine, batch: object, workers: int, *least_bytes: int) -> None:
         asked.append(workers)
-        submit(engine, batch, workers)  # type: ignore[arg-type]  # What the engine gave us.
+        submit(engine, batch, workers, *least_bytes)  # type: ignore[arg-type]  # What the engine gave us.
 
     monkeypatch.setattr(IoEngine, "_submit", record)
     return asked

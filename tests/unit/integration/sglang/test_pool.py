@@ -11,15 +11,23 @@ from ucm.integration.sglang.page_access import StagedAccess, ZeroCopyAccess
 from ucm.integration.sglang.pool import RegisteredPool
 from ucm.store.interface import BlockKey, BlockStatus, StoreSpec
 from ucm.store.memory import MemoryStore
+from ucm.store.posix.config import PosixStoreConfig
+from ucm.store.posix.store import PosixStore
 from ucm.testing.host_pools import MambaModel, MhaModel, host_pools
 from ucm.testing.pool_memory import fill_random, page_indices, read_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
-DONE, MISSING, FAILED = BlockStatus.DONE, BlockStatus.MISSING, BlockStatus.FAILED
+DONE, MISSING, CORRUPT, FAILED = (
+    BlockStatus.DONE,
+    BlockStatus.MISSING,
+    BlockStatus.CORRUPT,
+    BlockStatus.FAILED,
+)
 
 
 class CountingStore(MemoryStore):
@@ -57,6 +65,27 @@ def test_a_load_in_several_batches_is_one_load(monkeypatch: pytest.MonkeyPatch, 
 
     assert statuses == [DONE, DONE, DONE, MISSING, DONE]
     assert read_pages(host_pool, [10, 11, 12, 13, 14]) == [*before[:3], before[13], before[4]]
+
+
+@pytest.mark.parametrize("changed", [0, -1])
+def test_only_states_that_loaded_completely_reach_the_pool(tmp_path: Path, changed: int) -> None:
+    host_pool = host_pools(MambaModel(), pages=16)["mamba"]
+    before = fill_random(host_pool)
+    access = StagedAccess("mamba", host_pool)
+    spec = StoreSpec("states", access.segment_bytes, b"16 bytes of text")
+    store = PosixStore(spec, PosixStoreConfig((str(tmp_path),)))
+    pool = RegisteredPool(name="mamba", host_pool=host_pool, access=access, key_suffix="", store=store)
+    rounds.dump([pool.dump(hashes(3), torch.tensor([0, 1, 2]))])
+    (damaged,) = [path for path in tmp_path.rglob("*") if path.is_file() and before[1] in path.read_bytes()]
+    stored = bytearray(damaged.read_bytes())
+    stored[changed % spec.block_bytes] ^= 1
+    damaged.write_bytes(stored)
+
+    [statuses] = rounds.load([pool.load(hashes(4), torch.tensor([10, 11, 12, 13]))])
+
+    assert statuses == [DONE, CORRUPT, DONE, MISSING]
+    assert read_pages(host_pool, [10, 11, 12, 13]) == [before[0], before[11], before[2], before[13]]
+    store.close()
 
 
 def test_a_prefix_that_is_not_there_costs_one_short_lookup() -> None:

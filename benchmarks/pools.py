@@ -44,7 +44,7 @@ from ucm.testing.host_pools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 LARGE_PAGE_BYTES = 500_000
 LARGE_PAGE_SPEEDUP = 1.5
@@ -178,24 +178,27 @@ class ModelContestant(LocalContestant):
         self._stored_bytes = 0
 
     def prepare(self, phase: str, round_number: int) -> None:
-        """Spoil the host pages that a get has to restore."""
-        del round_number
+        """Make what SGLang hands over, and spoil the host pages that a get has to restore."""
         call, pool = _split(phase)
         if call == "get":
             self._pages[pool].spoil(self._count)
+        self._call = self._prepared(call, pool, round_number)
 
     def run(self, phase: str, round_number: int) -> object:
         """Make one call."""
-        call, pool = _split(phase)
+        del phase, round_number
+        return self._call()
+
+    def _prepared(self, call: str, pool: str, round_number: int) -> Callable[[], object]:
         keys = _keys(round_number, self._count, stored=call != "exists miss")
         if call.startswith("exists"):
-            return self._backend.restorable_pages(keys)
+            return partial(self._backend.restorable_pages, keys)
         indices = self._pages[pool].first_indices(self._count)
         if pool == PRIMARY:
             primary = self._backend.set_primary if call == "set" else self._backend.get_primary
-            return primary(keys, indices)
+            return partial(primary, keys, indices)
         sidecars = self._backend.set_sidecars if call == "set" else self._backend.get_sidecars
-        return sidecars([transfer(pool, keys, indices)])
+        return partial(sidecars, [transfer(pool, keys, indices)])
 
     def check(self, phase: str, round_number: int, result: object) -> None:
         """Check the verdicts, and after a get the bytes."""

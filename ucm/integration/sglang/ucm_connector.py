@@ -78,9 +78,13 @@ class SglangUcmConnector:
     Args:
         config: The user's settings.
         model: The model and the part of it this process holds.
+
+    Attributes:
+        evicts: Whether pages that are not used may be removed.
     """
 
     def __init__(self, config: UnifiedCacheConfig, model: ServedModel) -> None:
+        self.evicts = False
         self._opener = PoolOpener(config, model)
         self._registration = threading.Lock()
         self._primary: Pool | None = None
@@ -110,6 +114,7 @@ class SglangUcmConnector:
             if old is not None and old.host_pool is anchor:
                 return
             self._primary = self._opener.anchor(anchor)
+            self.evicts |= self._primary.evicts
         if old is not None:
             old.close()
 
@@ -133,6 +138,7 @@ class SglangUcmConnector:
                 return
             old = self._sidecars.get(pool_name)
             self._sidecars = {**self._sidecars, pool_name: registered}
+            self.evicts |= registered.evicts
         if old is not None:
             old.close()
 
@@ -210,11 +216,6 @@ class SglangUcmConnector:
         proven = anchor.moves_bytes or any(pool is not None and pool.moves_bytes for pool in limiting)
         restorable = restorable_prefixes(len(candidates), limits) if proven else []
         return PrefixHit(restorable, {ANCHOR_POOL: len(candidates), **pages})
-
-    @property
-    def evicts(self) -> bool:
-        """Whether pages that are not used may be removed."""
-        return any(pool.evicts for pool in self._pools())
 
     def touch_prefix(self, page_hashes: Sequence[str]) -> None:
         """Count a prefix as used just now, where pages that are not used get evicted.

@@ -272,16 +272,14 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
 
     def _touch_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
         """Count what comes before a call's pages as used, if SGLang tells it."""
-
-        def touch() -> None:
-            prefix = getattr(extra_info, "prefix_keys", None)
-            if prefix:
-                self._connector.touch_prefix(prefix)
-            elif prefix is None and not self._told_of_prefixes and self._connector.evicts:
-                self._told_of_prefixes = True
-                logger.warning(_NO_PREFIXES)
-
-        self._attempt("touch", touch, None)
+        if not self._connector.evicts:
+            return
+        prefix = getattr(extra_info, "prefix_keys", None)
+        if prefix:
+            self._attempt("touch", partial(self._connector.touch_prefix, prefix), None)
+        elif prefix is None and not self._told_of_prefixes:
+            self._told_of_prefixes = True
+            logger.warning(_NO_PREFIXES)
 
     def _hint_zero_copy(self) -> None:
         if not self._hinted:

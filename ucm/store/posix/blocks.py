@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucm.store.errors import BlockCorruptError
 from ucm.store.interface import BlockStatus
 from ucm.store.posix.block_file import file_bytes
-from ucm.store.posix.file_io import is_stored, read_block, read_block_promptly, read_piece, write_block
+from ucm.store.posix.file_io import (
+    is_stored,
+    is_stored_already,
+    read_block,
+    read_block_promptly,
+    read_piece,
+    write_block,
+)
 from ucm.store.posix.writer import new_writer_name
 
 if TYPE_CHECKING:
@@ -186,7 +193,7 @@ class BlockFiles(StoredBlocks):
         path = self._layout.path(block.key)
         preallocates = self._file_system(block.key).preallocates
         try:
-            if is_stored(path, self._written_sizes):
+            if is_stored_already(path, self._written_sizes):
                 return STORED_ALREADY
             temp = self._layout.temp_path(block.key, new_writer_name())
             write_block(

@@ -37,12 +37,9 @@ _BYTES_PER_THREAD = 2 * 1024 * 1024
 _PROCESSORS = len(os.sched_getaffinity(0))
 # Two threads with smaller items than that pass the GIL to each other for longer than they work. Of larger
 # ones that depends on the storage (reading tmpfs takes twice as long as a disk's page cache): they are shared
-# once one of them has taken so long, or from the start if they are very large.
-_LEAST_SHARED_BYTES, _SURELY_SHARED_BYTES = 256 * 1024, 1024 * 1024
+# once one of them has taken so long, or from the start if they are large enough to take longer anywhere.
+_LEAST_SHARED_BYTES, _SURELY_SHARED_BYTES = 256 * 1024, 512 * 1024
 _LEAST_SHARED_S = 0.00008
-# A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
-# which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
-_PATIENCE_S = 0.001
 # An item that takes no longer has not waited for storage: more workers would not make it faster.
 _PROMPT_S = 0.0002
 # So long a worker stays at its work while others of the same urgency wait.
@@ -57,6 +54,12 @@ class Urgency(enum.IntEnum):
 
     READ = 0  # A request waits for it.
     WRITE = 1
+
+
+# A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
+# which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
+# To look how far a batch is costs its worker the GIL; a backup, for which nobody waits, is looked at less often.
+_PATIENCE_S = {Urgency.READ: 0.001, Urgency.WRITE: 0.004}
 
 
 class Work(Protocol[T_co]):
@@ -351,7 +354,7 @@ class IoEngine:
             if self._nobody_comes(urgency, deadline - time.monotonic()):
                 deadline = time.monotonic()
             since = time.monotonic()
-            while not batch.wait(min(_PATIENCE_S, deadline - time.monotonic())):
+            while not batch.wait(min(_PATIENCE_S[urgency], deadline - time.monotonic())):
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())
                     break

@@ -144,6 +144,17 @@ def is_stored(path: str, sizes: Collection[int]) -> bool:
     return found.st_size in sizes and stat.S_ISREG(mode) and bool(mode & _ANY_READ_BIT)
 
 
+def is_stored_already(path: str, sizes: Collection[int]) -> bool:
+    """Tell the same before writing, which will find out what is wrong with storage.
+
+    Most blocks are new, and `access` says so at half the cost of an exception.
+
+    Raises:
+        OSError: Storage failed, perhaps.
+    """
+    return os.access(path, os.F_OK) and is_stored(path, sizes)
+
+
 def read_block(
     path: str,
     spec: StoreSpec,

@@ -348,7 +348,8 @@ class TestStorageThatHangs:
         if call != "set":
             backend.batch_set_v2(moves)
 
-        with hanging_call("open" if call == "get" else "stat", "/sglang_v2/"):
+        first = {"set": "access", "get": "open", "exists": "stat"}[call]
+        with hanging_call(first, "/sglang_v2/"):
             start = time.monotonic()
             if call == "exists":
                 assert backend.batch_exists_v2(KEYS, moves).kv_hit_pages == 0

@@ -527,7 +527,7 @@ def test_a_load_hanging_anywhere_ends_at_its_deadline_and_writes_nothing_afterwa
     assert call == "close" or set(at_return) == {0xEE}
 
 
-@pytest.mark.parametrize("call", ["stat", "open", "pwritev", "close"])
+@pytest.mark.parametrize("call", ["access", "open", "pwritev", "close"])
 def test_a_dump_hanging_anywhere_before_the_rename_is_not_published(tmp_path: Path, call: str) -> None:
     store = open_store(tmp_path, dump_timeout_s=HURRY_S)
     with hanging_call(call, key_of(1).hex()):

@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import struct
+import time
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ucm.store.errors import BlockCorruptError
-from ucm.store.host_memory import LEAST_FREE_BYTES
+from ucm.store.host_memory import gil
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ _FIELDS = struct.Struct("<4sI16s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 FOOTER_BYTES = _FIELDS.size + _CHECKSUM.size
 
-# While xxhash hashes more than 64 KiB it lets go of the GIL: segments below `LEAST_FREE_BYTES` are cut.
+# While xxhash hashes more than that it lets go of the GIL: segments with which it should not are cut.
 _HELD_PIECE_BYTES = 64 * 1024
 
 
@@ -39,22 +40,28 @@ def file_bytes(spec: StoreSpec) -> int:
 
 def payload_checksum(segments: Sequence[memoryview]) -> int:
     """Return XXH3-64 over the segments as if they were one."""
-    pieces = list(hash_pieces(segments))
-    return xxh3_64_intdigest(pieces[0]) if len(pieces) == 1 else checksum_of(pieces)
+    if len(segments) == 1 and segments[0].nbytes <= _HELD_PIECE_BYTES:
+        return xxh3_64_intdigest(segments[0])
+    return checksum_of(hash_pieces(segments))
 
 
 def checksum_of(pieces: Iterable[memoryview]) -> int:
     """Return the same of a payload that comes piece by piece."""
     digest = xxh3_64()
     for piece in pieces:
-        digest.update(piece)
+        if piece.nbytes <= _HELD_PIECE_BYTES:
+            digest.update(piece)
+        else:
+            since = time.monotonic()
+            digest.update(piece)
+            gil.is_back(piece.nbytes, since)
     return digest.intdigest()
 
 
 def hash_pieces(segments: Sequence[memoryview]) -> Iterator[memoryview]:
     """Cut segments into what is best hashed at a time."""
     for segment in segments:
-        if segment.nbytes >= LEAST_FREE_BYTES:
+        if gil.lets_go(segment.nbytes):
             yield segment
             continue
         for start in range(0, segment.nbytes, _HELD_PIECE_BYTES):

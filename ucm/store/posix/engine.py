@@ -58,7 +58,7 @@ class Urgency(enum.IntEnum):
 
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
-# To look how far a batch is costs its worker the GIL; a backup, for which nobody waits, is looked at less often.
+# To look how far a batch is disturbs its worker; nobody waits for a backup, so that is done less often.
 _PATIENCE_S = {Urgency.READ: 0.001, Urgency.WRITE: 0.004}
 
 

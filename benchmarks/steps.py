@@ -18,7 +18,7 @@ from benchmarks.pairs import expect
 from benchmarks.results import Report, Table, format_bytes, progress
 from benchmarks.store import EmbeddedWork, SystemCalls
 from ucm.store.posix.block_file import payload_checksum
-from ucm.store.posix.file_io import is_stored
+from ucm.store.posix.file_io import is_stored_already
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ class Steps(SystemCalls):
     def set_in_steps(self, key: bytes, clock: Clock) -> None:
         """Store the page."""
         final, temporary, views = self._path(key), self._temporary(key), self._views[0]
-        clock.time("look", lambda: is_stored(final, (self.pages.page_bytes,)))
+        clock.time("look", lambda: is_stored_already(final, (self.pages.page_bytes,)))
         clock.time(CHECKSUM, lambda: payload_checksum(views))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         descriptor = clock.time("create", lambda: os.open(temporary, flags))

@@ -18,7 +18,7 @@ OFTEN_FREE_BYTES = 256 * 1024
 
 # Far above what less than `ALWAYS_FREE_BYTES` take, below the 5 ms after which Python makes a thread let go.
 _LATE_S = 0.002
-# One late return in so long a time is what trying again costs beside a busy thread.
+# After so long it is tried again: beside a busy thread, one late return for each thread that then does.
 _MEMORY_S = 0.25
 
 

@@ -272,11 +272,13 @@ class UnifiedCacheStore(HiCacheStorage):  # type: ignore[misc]  # SGLang has no 
 
     def _touch_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
         """Count what comes before a call's pages as used, if SGLang tells it."""
-        if not self._connector.evicts:
-            return
+        if self._connector.evicts:
+            self._attempt("touch", partial(self._touch, extra_info), None)
+
+    def _touch(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
         prefix = getattr(extra_info, "prefix_keys", None)
         if prefix:
-            self._attempt("touch", partial(self._connector.touch_prefix, prefix), None)
+            self._connector.touch_prefix(prefix)
         elif prefix is None and not self._told_of_prefixes:
             self._told_of_prefixes = True
             logger.warning(_NO_PREFIXES)

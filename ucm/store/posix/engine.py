@@ -58,8 +58,9 @@ class Urgency(enum.IntEnum):
 
 # A batch that takes longer gets more workers. Blocks in the page cache are served by few threads,
 # which is fastest under the GIL; slow storage gets all of them, and a hung file does not hold up the rest.
-# To look how far a batch is disturbs its worker; nobody waits for a backup, so that is done less often.
+# Looking how far a batch is disturbs its worker: no request waits for a backup, so that begins later.
 _PATIENCE_S = {Urgency.READ: 0.001, Urgency.WRITE: 0.004}
+_PATIENCE_AFTER_THAT_S = 0.001
 
 
 class Work(Protocol[T_co]):
@@ -354,7 +355,9 @@ class IoEngine:
             if self._nobody_comes(urgency, deadline - time.monotonic()):
                 deadline = time.monotonic()
             since = time.monotonic()
-            while not batch.wait(min(_PATIENCE_S[urgency], deadline - time.monotonic())):
+            patience = _PATIENCE_S[urgency]
+            while not batch.wait(min(patience, deadline - time.monotonic())):
+                patience = _PATIENCE_AFTER_THAT_S
                 if threads >= min(count, self._limit) or time.monotonic() >= deadline:
                     batch.wait(deadline - time.monotonic())
                     break

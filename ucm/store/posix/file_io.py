@@ -145,12 +145,12 @@ def is_stored(path: str, sizes: Collection[int]) -> bool:
 
 
 def is_stored_already(path: str, sizes: Collection[int]) -> bool:
-    """Tell the same before writing, which will find out what is wrong with storage.
+    """Tell the same before writing, at half the cost where there is nothing, as of most blocks.
 
-    Most blocks are new, and `access` says so at half the cost of an exception.
+    What may not be looked at counts as absent, or is: writing will find out.
 
     Raises:
-        OSError: Storage failed, perhaps.
+        OSError: Storage failed on a file that it had just found.
     """
     return os.access(path, os.F_OK) and is_stored(path, sizes)
 

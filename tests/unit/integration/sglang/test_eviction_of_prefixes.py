@@ -188,6 +188,19 @@ def test_a_prefix_is_touched_once_a_minute_and_only_if_something_evicts(
     assert sum(map(len, used.values())) == 3
 
 
+def test_a_prefix_that_cannot_be_told_costs_no_verdict(tmp_path: Path, attach: Attach) -> None:
+    class Hostile:
+        @property
+        def prefix_keys(self) -> list[str]:
+            raise RuntimeError("no prefix today")
+
+    pools = host_pools(MhaModel())
+    backend = attach(pools, extra_config={"storage_backends": str(tmp_path), "capacity_bytes": "1TB"})
+    indices, info = page_indices(pools.anchor, [0]), cast("Any", Hostile())
+    assert backend.batch_set_v1(["c" * 64], indices, info) == [True]
+    assert backend.batch_get_v1(["c" * 64], indices, info) == [True]
+
+
 def test_of_a_trailing_pool_only_the_end_of_the_prefix_is_used(tmp_path: Path) -> None:
     cache = Conversations(tmp_path, MambaModel())
     first_turn = cache.tokens(0)

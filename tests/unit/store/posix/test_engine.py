@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucm.store import BlockStatus, StoreSpec, StoreUnavailableError
+from ucm.store.host_memory import OFTEN_FREE_BYTES
 from ucm.store.posix import engine as engine_module
 from ucm.store.posix.config import PosixStoreConfig
 from ucm.store.posix.engine import THREAD_NAME_PREFIX, IoEngine, Urgency
@@ -112,8 +113,9 @@ def test_small_items_are_not_shared_between_a_caller_and_workers(
         assert len(engine._threads) == threads
 
 
-def test_very_large_items_are_shared_from_the_start(
-    engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("count", "item_bytes"), [(4, 512 << 10), (2, 2 << 20)])
+def test_large_items_are_shared_from_the_start(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch, count: int, item_bytes: int
 ) -> None:
     monkeypatch.setattr(engine_module, "_PROCESSORS", 2)
     monkeypatch.setattr(engine_module, "_LEAST_SHARED_S", LONG_S)
@@ -123,10 +125,15 @@ def test_very_large_items_are_shared_from_the_start(
         both_at_work.wait(LONG_S)
         return index
 
-    assert engine.run(work, 2, urgency=Urgency.READ, timeout_s=LONG_S, moved_bytes=4 << 20, attempt=work) == [
-        0,
-        1,
-    ]
+    results = engine.run(
+        work,
+        count,
+        urgency=Urgency.READ,
+        timeout_s=LONG_S,
+        moved_bytes=count * item_bytes,
+        attempt=work,
+    )
+    assert results == list(range(count))
 
 
 def test_only_the_large_items_of_a_mixed_batch_are_shared(
@@ -186,6 +193,26 @@ def test_items_that_wait_get_more_workers(engine: IoEngine) -> None:
         return index
 
     assert run(engine, wait, 2) == [0, 1]
+
+
+@pytest.mark.parametrize(("urgency", "first_s"), [(Urgency.READ, 0.001), (Urgency.WRITE, 0.004)])
+def test_a_backup_is_looked_at_later_than_a_load_and_then_as_often(
+    engine: IoEngine, monkeypatch: pytest.MonkeyPatch, urgency: Urgency, first_s: float
+) -> None:
+    looks: list[float] = []
+    wait = engine_module._Batch.wait
+
+    def noted(batch: engine_module._Batch[None], timeout_s: float) -> bool:
+        looks.append(timeout_s)
+        return wait(batch, timeout_s)
+
+    def work(_index: int, _scratch: Scratch, _lease: HostLease) -> None:
+        while len(looks) < 3:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(engine_module._Batch, "wait", noted)
+    engine.run(work, 10, urgency=urgency, timeout_s=LONG_S)
+    assert looks[:3] == [first_s, 0.001, 0.001]
 
 
 def test_items_that_do_not_wait_get_no_more_workers(
@@ -538,13 +565,13 @@ def test_a_writer_rests_between_its_steps_while_somebody_reads(
 def test_a_dump_rests_in_the_midst_of_a_block_while_somebody_reads(
     tmp_path: Path, rests: list[float]
 ) -> None:
-    spec = StoreSpec(namespace="large", segment_bytes=(1 << 18,), identity=bytes(16))
-    store = PosixStore(spec, PosixStoreConfig((str(tmp_path),)))
-    with somebody_reading(store.engine):
-        assert store.dump(outgoing([0], spec)) == [BlockStatus.DONE]
-    assert len(rests) >= 4 + 5  # Before each quarter is hashed; around creating, writing and renaming.
-    assert load(store, [0])[0] == [BlockStatus.DONE]
-    store.close()
+    # Larger ones are hashed in one piece, without the GIL.
+    spec = StoreSpec(namespace="large", segment_bytes=(OFTEN_FREE_BYTES - 1,), identity=bytes(16))
+    with contextlib.closing(PosixStore(spec, PosixStoreConfig((str(tmp_path),)))) as store:
+        with somebody_reading(store.engine):
+            assert store.dump(outgoing([0], spec)) == [BlockStatus.DONE]
+        assert len(rests) >= 4 + 5  # Before each quarter is hashed; around creating, writing and renaming.
+        assert load(store, [0])[0] == [BlockStatus.DONE]
 
 
 def test_a_writer_that_has_just_rested_goes_on(engine: IoEngine, monkeypatch: pytest.MonkeyPatch) -> None:

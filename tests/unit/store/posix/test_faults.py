@@ -537,6 +537,26 @@ def test_a_dump_hanging_anywhere_before_the_rename_is_not_published(tmp_path: Pa
     assert unfinished(tmp_path) == []
 
 
+def test_a_dump_hanging_while_it_looks_at_a_stored_block_leaves_it_alone(tmp_path: Path) -> None:
+    store = open_store(tmp_path, dump_timeout_s=HURRY_S)
+    store.dump(outgoing([1]))
+    before = path_of(tmp_path, 1).stat()
+    with hanging_call("stat", key_of(1).hex()):
+        assert store.dump(outgoing([1, 2])) == [FAILED, DONE]
+    store.close()
+    assert path_of(tmp_path, 1).stat() == before
+    assert unfinished(tmp_path) == []
+
+
+def test_a_dump_that_may_not_look_writes_the_block_anew(store: PosixStore, tmp_path: Path) -> None:
+    store.dump(outgoing([1]))
+    before = path_of(tmp_path, 1).stat().st_ino
+    with faulty_call("access", key_of(1).hex(), lambda *_args: False):
+        assert store.dump(outgoing([1])) == [DONE]
+    assert path_of(tmp_path, 1).stat().st_ino != before
+    assert_loads(store, [1])
+
+
 def test_a_missed_deadline_is_one_warning_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

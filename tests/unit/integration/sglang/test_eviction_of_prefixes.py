@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 
 from ucm.store.options import Capacity
 from ucm.store.posix.capacity import service
@@ -186,6 +186,19 @@ def test_a_prefix_is_touched_once_a_minute_and_only_if_something_evicts(
     evicting.batch_get_v1(["d" * 64], indices, info)
     _, used = store.uses.take()
     assert sum(map(len, used.values())) == 3
+
+
+def test_a_prefix_is_touched_where_only_sidecars_have_bytes(tmp_path: Path, attach: Attach) -> None:
+    pools = host_pools(DeepSeekV4Model(), page_tokens=256)
+    backend = attach(pools, extra_config={"storage_backends": str(tmp_path), "capacity_bytes": "1TB"})
+    info = HiCacheStorageExtraInfo(prefix_keys=["a" * 64, "b" * 64])
+    move = PoolTransfer(
+        name=PoolName.DEEPSEEK_V4_C4, keys=["c" * 64], host_indices=page_indices(pools["deepseek_v4_c4"], [0])
+    )
+    assert backend.batch_set_v2([move], info) == {PoolName.DEEPSEEK_V4_C4: [True]}
+    store = cast("Any", backend)._connector._sidecars["deepseek_v4_c4"].store
+    _, used = store.uses.take()
+    assert sum(map(len, used.values())) == 2
 
 
 def test_a_prefix_that_cannot_be_told_costs_no_verdict(tmp_path: Path, attach: Attach) -> None:

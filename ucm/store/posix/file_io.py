@@ -147,7 +147,7 @@ def is_stored(path: str, sizes: Collection[int]) -> bool:
 def is_stored_already(path: str, sizes: Collection[int]) -> bool:
     """Tell the same before writing, at half the cost where there is nothing, as of most blocks.
 
-    What may not be looked at counts as absent, or is: writing will find out.
+    What cannot be looked at counts as absent: writing it will tell what is wrong.
 
     Raises:
         OSError: Storage failed on a file that it had just found.
